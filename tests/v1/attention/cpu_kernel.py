@@ -1,0 +1,205 @@
+"""Runs batches through the real CPU kernel behind a backend, with a paged cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+
+from tests.dense_reference import dense_attention, image_mask
+
+BLOCK_SIZE = 32
+
+
+@dataclass
+class Request:
+    """`seq_len` tokens, of which the last `query_len` are this step's queries."""
+
+    seq_len: int
+    query_len: int
+    images: list[tuple[int, int]] = field(default_factory=list)
+
+
+def make_config(folder: Path, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> VllmConfig:
+    """A vLLM configuration without weights; enough for attention layers and builders."""
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=128,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=128,
+        vocab_size=64,
+        max_position_embeddings=1 << 16,
+    ).save_pretrained(folder)
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
+    cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    return VllmConfig(model_config=model, cache_config=cache, device_config=DeviceConfig("cpu"))
+
+
+class KernelUnderTest:
+    """Attention layers of one group behind `backend`, and the group's metadata builder."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        backend: type[AttentionBackend],
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_size: int = 32,
+        windows: Sequence[int | None] = (None,),
+        clamped: bool = True,
+        num_blocks: int = 256,
+        **impl_args: Any,
+    ) -> None:
+        self.impl_args = impl_args
+        self.clamped = clamped
+        self.dtype = config.model_config.dtype
+        config.compilation_config.static_forward_context.clear()
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        with set_current_vllm_config(config):
+            self.layers = [
+                Attention(
+                    num_heads,
+                    head_size,
+                    head_size**-0.5,
+                    num_kv_heads,
+                    cache_config=config.cache_config,
+                    per_layer_sliding_window=window,
+                    prefix=f"layers.{index}",
+                    mm_prefix_clamp_sliding_window=clamped and window is not None,
+                    attn_backend=backend,
+                    **impl_args,
+                )
+                for index, window in enumerate(windows)
+            ]
+            spec = self.layers[0].get_kv_cache_spec(config)
+            self.builder = backend.get_builder_cls()(
+                spec, [layer.layer_name for layer in self.layers], config, torch.device("cpu")
+            )
+        torch.set_default_dtype(previous)
+        self.cache = torch.zeros(
+            num_blocks, num_kv_heads, BLOCK_SIZE, 2 * head_size, dtype=spec.dtype
+        )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+
+    def keys_as_stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the cache keeps of keys or values, after rounding to its dtype."""
+        name = self.layers[0].kv_cache_dtype
+        if name.startswith("fp8"):
+            stored = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+            return tensor.to(stored).to(torch.float32)
+        return tensor
+
+    def metadata(
+        self, requests: Sequence[Request], generator: np.random.Generator
+    ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
+        """The batch's common metadata with a block table in random order, and every token's
+        slot, request by request."""
+        blocks_of = [-(-max(r.seq_len, 1) // BLOCK_SIZE) for r in requests]
+        blocks = generator.permutation(np.arange(1, len(self.cache)))[: sum(blocks_of)]
+        table = np.zeros((len(requests), max(blocks_of)), np.int32)
+        slots = []
+        for row, (request, count) in enumerate(zip(requests, blocks_of, strict=True)):
+            table[row, :count], blocks = blocks[:count], blocks[count:]
+            position = np.arange(request.seq_len)
+            slots.append(table[row, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        starts = torch.tensor(np.cumsum([0] + [r.query_len for r in requests]), dtype=torch.int32)
+        lengths = torch.tensor([r.seq_len for r in requests], dtype=torch.int32)
+        scheduled = [s[len(s) - r.query_len :] for s, r in zip(slots, requests, strict=True)]
+        return (
+            CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=len(requests),
+                num_actual_tokens=int(starts[-1]),
+                max_query_len=max(r.query_len for r in requests),
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=torch.from_numpy(table),
+                slot_mapping=torch.from_numpy(np.concatenate(scheduled).astype(np.int64)),
+                mm_req_doc_ranges={i: r.images for i, r in enumerate(requests) if r.images},
+            ),
+            torch.from_numpy(np.concatenate(slots).astype(np.int64)),
+        )
+
+    def errors(
+        self, requests: Sequence[Request], seed: int = 0, prepare: Any = None
+    ) -> list[float]:
+        """Largest difference to the dense reference, one per layer, relative to the largest
+        reference output; `prepare` sees the built metadata before the layers run."""
+        generator = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        common, all_slots = self.metadata(requests, generator)
+        shape = (len(all_slots), self.num_kv_heads, self.head_size)
+        key, value = (torch.randn(shape).to(self.dtype) for _ in range(2))
+        rows = (common.num_actual_tokens, self.num_heads, self.head_size)
+        query = torch.randn(rows).to(self.dtype)
+        metadata = self.builder.build(0, common)
+        if prepare is not None:
+            prepare(metadata)
+        return [
+            self._error(layer, requests, metadata, all_slots, query, key, value)
+            for layer in self.layers
+        ]
+
+    def _error(
+        self,
+        layer: Any,
+        requests: Sequence[Request],
+        metadata: Any,
+        all_slots: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> float:
+        self.cache.zero_()
+        layer.impl.do_kv_cache_update(layer, key, value, self.cache, all_slots)
+        output = torch.full_like(query, torch.nan)
+        lengths = [r.seq_len for r in requests]
+        queries = [r.query_len for r in requests]
+        fresh = torch.cat(
+            [k[len(k) - n :] for k, n in zip(key.split(lengths), queries, strict=True)]
+        )
+        layer.impl.forward(layer, query, fresh, fresh, self.cache, metadata, output)
+        stored_key, stored_value = self.keys_as_stored(key), self.keys_as_stored(value)
+        expected = torch.cat(
+            [
+                dense_attention(
+                    q,
+                    k,
+                    v,
+                    image_mask(
+                        r.seq_len, r.images, window=layer.sliding_window, clamped=self.clamped
+                    ),
+                    self.head_size**-0.5,
+                    soft_cap=self.impl_args.get("logits_soft_cap") or 0.0,
+                    alibi_slopes=self.impl_args.get("alibi_slopes"),
+                    sinks=self.impl_args.get("sinks"),
+                )
+                for r, q, k, v in zip(
+                    requests,
+                    query.split(queries),
+                    stored_key.split(lengths),
+                    stored_value.split(lengths),
+                    strict=True,
+                )
+            ]
+        )
+        return float((output.double() - expected).abs().max() / expected.abs().max())

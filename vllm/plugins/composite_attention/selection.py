@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM chooses an attention backend, and the composites that it may choose now."""
+
+import functools
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+logger = init_logger(__name__)
+
+COMPOSITES = {
+    "CPU_PREFIX_ATTN": "vllm.v1.attention.backends.cpu_prefix_attn.CPUPrefixAttentionBackend",
+}
+"""Registry name and class path of each composite that this project adds."""
+
+
+def register() -> None:
+    """Make the composites' names known and wrap the platform's choice, each only once."""
+    for name, path in COMPOSITES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+    if current_platform.is_cpu():
+        _wrap_choice(type(current_platform))
+
+
+def _wrap_choice(platform: Any) -> None:
+    stock = platform.get_attn_backend_cls
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        path = cpu_composite_path(selected_backend, attn_selector_config)
+        return path or stock(selected_backend, attn_selector_config, num_heads)
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def cpu_composite_path(selected: Any, config: Any) -> str | None:
+    """The CPU composite's class path if it is to serve this layer; None for vLLM's own choice.
+
+    It serves decoder layers of models that need the image mask, and any layer for which the
+    user has named it. A model's own wish for a GPU backend is no user's choice, so only
+    CPU_ATTN by name keeps the image mask off.
+
+    Args:
+        selected: the backend that the configuration names, or None.
+        config: vLLM's `AttentionSelectorConfig` of the layer.
+    """
+    composite = AttentionBackendEnum["CPU_PREFIX_ATTN"]
+    is_decoder = config.attn_type == AttentionType.DECODER
+    if selected is not composite and not (config.use_mm_prefix and is_decoder):
+        return None
+    if selected is AttentionBackendEnum.CPU_ATTN:
+        logger.warning_once(
+            "CPU_ATTN was asked for by name: the image tokens of this model, which should "
+            "attend both ways, get the causal mask. Leave the backend unset for the right one."
+        )
+        return None
+    reasons = composite.get_class().validate_configuration(
+        **config._asdict(), device_capability=current_platform.get_device_capability()
+    )
+    if reasons:
+        logger.warning_once(
+            "CPU_PREFIX_ATTN cannot serve these %s layers (%s). They keep vLLM's own backend, "
+            "which masks image tokens causally.",
+            config.attn_type,
+            "; ".join(reasons),
+        )
+        return None
+    logger.info_once(
+        "Using CPU_PREFIX_ATTN: image tokens of this model attend both ways, for which "
+        "CPU_ATTN alone has no mask."
+    )
+    return composite.get_path()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU composite, `CPU_PREFIX_ATTN`: CPU_ATTN for every batch, cut into segments where the
+image mask is live. Stock CPU_ATTN has no image mask and applies the causal one instead."""
+
+import copy
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.composite import (
+    MMPrefixAttentionRouting,
+    create_composite_attention_backend,
+)
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.prefix_segments import (
+    PrefixSegmentsMetadataBuilder,
+    create_prefix_segments_backend,
+)
+
+
+class CPUChildMetadataBuilder(CPUAttentionMetadataBuilder):
+    """CPU_ATTN's builder, which finds its layers' windows inside a composite too."""
+
+    def _group_sliding_window(self) -> int:
+        # CPU_ATTN looks only at layers whose impl is its own; behind a composite it would see
+        # no window and schedule sliding layers over every key.
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        windows = {
+            impl.sliding_window
+            for layer in layers.values()
+            for impl in layer.impl.get_impl_variants()
+            if isinstance(impl, CPUAttentionBackendImpl)
+        }
+        return windows.pop() if len(windows) == 1 else -1
+
+
+class CPUChildBackend(CPUAttentionBackend):
+    """CPU_ATTN as a child of a composite."""
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUChildMetadataBuilder]:
+        return CPUChildMetadataBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True  # its impl takes them; only its declaration is missing
+
+
+class CPUSegmentsMetadataBuilder(PrefixSegmentsMetadataBuilder):
+    """Segments for CPU_ATTN, whose schedule depends on the window."""
+
+    window_size: int
+
+    def build_wider(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        without_window = copy.copy(self)
+        without_window.window_size = -1  # plan every key; the kernel masks by the impl's window
+        return super(CPUSegmentsMetadataBuilder, without_window).build_wider(common_attn_metadata)
+
+
+CPUSegmentsBackend = create_prefix_segments_backend(
+    CPUChildBackend,
+    name="CPUSegmentsBackend",
+    module=__name__,
+    builder=CPUSegmentsMetadataBuilder,
+)
+
+CPUPrefixAttentionBackend = create_composite_attention_backend(
+    CPUSegmentsBackend,
+    CPUChildBackend,
+    name="CPUPrefixAttentionBackend",
+    backend_name="CPU_PREFIX_ATTN",
+    module=__name__,
+    routing_policy=MMPrefixAttentionRouting,
+)

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image masks without masks: a request split into causal and non-causal segments.
+
+The mask of a PrefixLM is *causal, or in the same image*. For the queries of one image
+`(start, stop)` that is simply *every key up to stop*; for the text between images it is causal.
+So each request is cut into consecutive segments, and each segment becomes a request of its own
+to a kernel that takes a causal flag per request: the same query rows, the same block-table row,
+a `seq_len` that ends with the segment. Nothing is built that grows with query x key.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.composite import (
+    attention_layers,
+    flatten_image_ranges,
+    has_unclamped_window,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+# --------------------------------------------------------------- the split
+
+
+class Segments(NamedTuple):
+    """A batch cut into segments that cover each scheduled query once, in order.
+
+    Every array has one entry a segment.
+    """
+
+    request: np.ndarray
+    """int64: index of the request that it belongs to."""
+    first_row: np.ndarray
+    """int64: its first row in the batch's query tensor."""
+    num_rows: np.ndarray
+    """int64: its number of queries, at least one."""
+    end: np.ndarray
+    """int64: the position after the last key that it sees, its `seq_len`."""
+    causal: np.ndarray
+    """bool: causal text, or queries of an image, each of which sees every key before `end`."""
+    window: np.ndarray
+    """int64: the sliding window to run it with, in tokens; 0 for the layer's own, or none."""
+
+
+def split_into_segments(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    ranges: Mapping[int, Sequence[tuple[int, int]]],
+    *,
+    sliding_window: int | None = None,
+    clamped: bool = True,
+) -> Segments:
+    """Cut a batch into causal text segments and non-causal image segments.
+
+    A chunk that starts or ends inside an image uses the keys that are there. A kernel's
+    sliding window is symmetric without causality, so an image of at most `sliding_window`
+    tokens gets exactly its left bound; a longer one is cut further (`_cut_to_window`).
+
+    Args:
+        query_start_loc: (num_reqs + 1,) the first query row of each request.
+        seq_lens: (num_reqs,) tokens of each request, this step's queries included; exact for
+            requests that have image ranges.
+        ranges: inclusive absolute `(start, stop)` of each image in any order, per request
+            index; one with `start >= stop` does not count.
+        sliding_window: the layer's window, in tokens; None for full attention.
+        clamped: whether the window also bounds what an image's queries see of their image.
+
+    Raises:
+        ValueError: two ranges of a request overlap, or one starts before the sequence.
+    """
+    begin = seq_lens - np.diff(query_start_loc)
+    images = _scheduled_images(begin, seq_lens, ranges)
+    if sliding_window is not None:
+        images = _cut_to_window(images, sliding_window, clamped)
+
+    offset = query_start_loc[images.request] - begin[images.request]  # of rows to positions
+    image_rows = images.first + offset
+    cuts = np.unique(np.concatenate([query_start_loc, image_rows, images.last + 1 + offset]))
+    first_row, num_rows = cuts[:-1], np.diff(cuts)
+    request = np.searchsorted(query_start_loc, first_row, side="right") - 1
+    end = begin[request] + first_row + num_rows - query_start_loc[request]
+    causal = np.ones(len(first_row), bool)
+    window = np.zeros(len(first_row), np.int64)
+
+    at = np.searchsorted(first_row, image_rows)
+    end[at], causal[at], window[at] = images.end, False, images.window
+    return Segments(request, first_row, num_rows, end, causal, window)
+
+
+class _Images(NamedTuple):
+    """Scheduled queries of images, or of parts of them; one entry each."""
+
+    request: np.ndarray
+    start: np.ndarray  # where the image starts, maybe before this step's queries
+    first: np.ndarray  # position of the first query
+    last: np.ndarray  # position of the last query
+    end: np.ndarray  # position after the last key of the image that exists
+    window: np.ndarray
+
+    def take(self, index: np.ndarray) -> "_Images":
+        return _Images(*(column[index] for column in self))
+
+
+def _scheduled_images(
+    begin: np.ndarray, seq_lens: np.ndarray, ranges: Mapping[int, Sequence[tuple[int, int]]]
+) -> _Images:
+    request, start, stop = flatten_image_ranges(ranges, np.flatnonzero(begin < seq_lens))
+    order = np.lexsort((start, request))
+    order = order[(start < stop)[order]]
+    request, start, stop = request[order], start[order], stop[order]
+    _refuse_bad_ranges(request, start, stop)
+    first = np.maximum(start, begin[request])
+    last = np.minimum(stop, seq_lens[request] - 1)
+    images = _Images(request, start, first, last, last + 1, np.zeros_like(first))
+    return images.take(np.flatnonzero(first <= last))
+
+
+def _refuse_bad_ranges(request: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
+    overlap = (request[1:] == request[:-1]) & (start[1:] <= stop[:-1])
+    if overlap.any():
+        at = int(overlap.argmax())
+        raise ValueError(
+            f"Image ranges ({start[at]}, {stop[at]}) and ({start[at + 1]}, {stop[at + 1]}) of "
+            f"request {request[at]} overlap, so the mask they ask for is undefined. Ranges are "
+            "inclusive (start, stop) positions and must be disjoint."
+        )
+    if (start < 0).any():
+        at = int((start < 0).argmax())
+        raise ValueError(
+            f"Image range ({start[at]}, {stop[at]}) of request {request[at]} starts before the "
+            "sequence. Ranges are inclusive (start, stop) positions counted from 0."
+        )
+
+
+def _cut_to_window(images: _Images, sliding_window: int, clamped: bool) -> _Images:
+    """Cut images longer than the window into pieces that a symmetric window masks exactly.
+
+    A piece is given to the kernel as the *last* rows before `end`. That moves its queries
+    right by `shift`, the distance of its last query from the image's last key; a window of
+    `shift + sliding_window` moves the left bound back to where it was, and reaches `end` on
+    the right as long as the piece has no more rows than that. So pieces double in length
+    towards the image's start, and their number grows with its logarithm.
+
+    Unclamped, queries more than the window behind the image's start see the image from its
+    start, a bound that does not move with them: those are pieces of one query.
+    """
+    seen = images.end - (images.first if clamped else images.start)
+    long = seen > sliding_window
+    if not long.any():
+        return images
+    pieces = [images.take(np.flatnonzero(~long))]
+    rolling = images.take(np.flatnonzero(long))
+    if not clamped:
+        whole_from = np.maximum(rolling.start + sliding_window, rolling.first)
+        count = np.maximum(rolling.last + 1 - whole_from, 0)
+        single = rolling.take(np.repeat(np.arange(len(count)), count))
+        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        query = np.repeat(whole_from, count) + place
+        pieces.append(single._replace(first=query, last=query, window=single.end - single.start))
+        rolling = rolling._replace(last=np.minimum(rolling.last, whole_from - 1))
+
+    while len(rolling.request):
+        rolling = rolling.take(np.flatnonzero(rolling.first <= rolling.last))
+        window = rolling.end - 1 - rolling.last + sliding_window
+        first = np.maximum(rolling.first, rolling.last + 1 - window)
+        pieces.append(rolling._replace(first=first, window=window))
+        rolling = rolling._replace(last=first - 1)
+    return _Images(*map(np.concatenate, zip(*pieces, strict=True)))
+
+
+# ------------------------------------------------------------- the adapter
+
+
+class ImageMask(NamedTuple):
+    """What decides how one layer masks images."""
+
+    sliding_window: int | None
+    clamped: bool
+
+    @classmethod
+    def of(cls, layer: Any) -> "ImageMask":
+        """Of an attention layer; full attention has nothing to clamp to."""
+        window = getattr(layer, "sliding_window", None)
+        return cls(window, window is None or not has_unclamped_window(layer))
+
+
+@dataclass
+class SegmentBatch:
+    """The child's metadata for a batch cut for one kind of image mask."""
+
+    segments: Any
+    """For every row, with the layer's own window."""
+    wider: list[tuple[int, torch.Tensor, Any]]
+    """Rows to attend again with another window: the window, (num_rows,) int64 rows and the
+    child's metadata for them alone."""
+
+
+@dataclass
+class PrefixSegmentsMetadata:
+    """What one group of layers needs for a batch whose image mask is live."""
+
+    batches: dict[ImageMask, SegmentBatch]
+    causal: Any
+    """The child's metadata for the same batch without image mask, where a layer may ask."""
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None
+    """The image ranges. A model whose full-attention layers are causal (Gemma 4) sets this to
+    None before its forward, as it does with the metadata of vLLM's own backends."""
+
+    def batch_for(self, mask: ImageMask) -> SegmentBatch | None:
+        """The batch as a layer with this mask attends it; None for plainly causal.
+
+        One metadata object may serve both full-attention and sliding layers (with the hybrid
+        KV cache manager off), and the model clears it for the former only.
+        """
+        cleared = self.mm_prefix_range is None
+        if cleared and mask.sliding_window is None:
+            return None
+        return self.batches[mask]
+
+
+class PrefixSegmentsImpl:
+    """Mixin before a child's impl class: attends a `PrefixSegmentsMetadata` segment by segment,
+    and any other metadata as the child does."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        def attend(impl: Any, metadata: Any, rows: Any, out: torch.Tensor) -> None:
+            parts = (part if part is None else part[rows] for part in (query, key, value))
+            forward = super(PrefixSegmentsImpl, impl).forward  # type: ignore[misc]
+            forward(layer, *parts, kv_cache, metadata, out, output_scale, output_block_scale)
+
+        everything = slice(None)
+        if not isinstance(attn_metadata, PrefixSegmentsMetadata):
+            attend(self, attn_metadata, everything, output)
+        elif (batch := attn_metadata.batch_for(ImageMask.of(layer))) is None:
+            attend(self, attn_metadata.causal, everything, output)
+        else:
+            attend(self, batch.segments, everything, output)
+            for window, rows, metadata in batch.wider:
+                part = torch.empty_like(output[rows])
+                attend(self.with_window(window), metadata, rows, part)
+                output[rows] = part
+        return output
+
+    def with_window(self, window: int) -> Any:
+        """This impl with a sliding window of `window` tokens on both sides."""
+        wider = copy.copy(self)
+        reach = window - 1
+        is_pair = isinstance(self.sliding_window, tuple)  # type: ignore[attr-defined]
+        wider.sliding_window = (reach, reach) if is_pair else window  # type: ignore[attr-defined]
+        return wider
+
+
+class PrefixSegmentsMetadataBuilder:
+    """Mixin before a child's builder class: cuts a batch whose image mask is live into segments
+    and builds the child's metadata for those."""
+
+    causal_flag_dtype: ClassVar[torch.dtype] = torch.int32
+    supports_update_block_table = False
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        **extras: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **extras)  # type: ignore[call-arg]
+        layers = attention_layers(vllm_config, layer_names)
+        self.masks = list(dict.fromkeys(map(ImageMask.of, layers)))
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Single-token decodes are never cut, unless behind an unclamped window."""
+        if any(map(has_unclamped_window, attention_layers(vllm_config))):
+            return AttentionCGSupport.NEVER
+        child = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        uncut = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(child, uncut, key=lambda level: level.value)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """The child's own metadata where no mask of the group is live, else
+        `PrefixSegmentsMetadata`.
+
+        Raises:
+            ValueError: image ranges without `seq_lens_cpu_upper_bound`, or bad ranges
+                (`split_into_segments`).
+        """
+        build = functools.partial(
+            super().build,  # type: ignore[misc]
+            common_prefix_len,
+            fast_build=fast_build,
+        )
+        ranges = common_attn_metadata.mm_req_doc_ranges or {}
+        if not any(ranges.values()):
+            return build(common_attn_metadata)
+        seq_lens = common_attn_metadata.seq_lens_cpu_upper_bound
+        if seq_lens is None:
+            raise ValueError(
+                "The batch has image ranges but no seq_lens_cpu_upper_bound, so it cannot be "
+                "cut into segments. The model runner must set it in CommonAttentionMetadata."
+            )
+        cut = {
+            mask: split_into_segments(
+                common_attn_metadata.query_start_loc_cpu.numpy().astype(np.int64),
+                seq_lens.numpy().astype(np.int64),
+                ranges,
+                sliding_window=mask.sliding_window,
+                clamped=mask.clamped,
+            )
+            for mask in self.masks
+        }
+        if all(segments.causal.all() for segments in cut.values()):
+            return build(common_attn_metadata)
+        may_clear = any(mask.sliding_window is None for mask in self.masks)
+        return PrefixSegmentsMetadata(
+            {mask: self._batch(common_attn_metadata, s, build) for mask, s in cut.items()},
+            build(common_attn_metadata) if may_clear else None,
+            ranges,
+        )
+
+    def build_wider(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """The child's metadata for rows that are attended with another window than the layers'.
+        A child whose metadata depends on the window overrides this."""
+        return super().build(0, common_attn_metadata)  # type: ignore[misc]
+
+    def _batch(
+        self, common: CommonAttentionMetadata, segments: Segments, build: Any
+    ) -> SegmentBatch:
+        wide = segments.window > 0
+        narrow = segments._replace(
+            # Attended again below; until then as cheaply as the rows allow.
+            causal=segments.causal | wide,
+            end=np.where(wide, segments.num_rows, segments.end),
+        )
+        wider = []
+        for window in np.unique(segments.window[wide]).tolist():
+            part = Segments(*(column[segments.window == window] for column in segments))
+            rows = torch.from_numpy(_rows_of(part)).to(common.slot_mapping.device)
+            packed = part._replace(first_row=np.cumsum(part.num_rows) - part.num_rows)
+            metadata = self.build_wider(self._as_requests(common, packed, rows))
+            wider.append((window, rows, metadata))
+        return SegmentBatch(build(self._as_requests(common, narrow, None)), wider)
+
+    def _as_requests(
+        self, common: CommonAttentionMetadata, segments: Segments, rows: torch.Tensor | None
+    ) -> CommonAttentionMetadata:
+        """`common` with a request a segment; of the given rows only, where they are given."""
+        assert common.seq_lens_cpu_upper_bound is not None
+        device = common.seq_lens.device
+        request = torch.from_numpy(segments.request).to(device)
+        bound = common.seq_lens_cpu_upper_bound
+        before_end = bound.numpy()[segments.request] - segments.end
+        starts = np.append(segments.first_row, segments.first_row[-1] + segments.num_rows[-1])
+        starts_cpu = torch.from_numpy(starts.astype(np.int32))
+        ends_cpu = torch.from_numpy(segments.end.astype(np.int32))
+
+        def of_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return tensor if tensor is None or rows is None else tensor[rows]
+
+        def of_requests(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return tensor if tensor is None else tensor[request.to(tensor.device)]
+
+        return replace(
+            common,
+            query_start_loc=starts_cpu.to(device),
+            query_start_loc_cpu=starts_cpu,
+            # The device's lengths, since the host's are only a bound for decodes.
+            seq_lens=common.seq_lens[request]
+            - torch.from_numpy(before_end.astype(np.int32)).to(device),
+            seq_lens_cpu_upper_bound=ends_cpu,
+            num_reqs=len(segments.request),
+            num_actual_tokens=common.num_actual_tokens if rows is None else len(rows),
+            max_query_len=int(segments.num_rows.max()),
+            max_seq_len=int(segments.end.max()),
+            block_table_tensor=common.block_table_tensor[request],
+            slot_mapping=of_rows(common.slot_mapping),
+            positions=of_rows(common.positions),
+            is_prefilling=of_requests(common.is_prefilling),
+            causal=torch.from_numpy(segments.causal).to(device, self.causal_flag_dtype),
+            mm_req_doc_ranges=None,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+
+
+def _rows_of(segments: Segments) -> np.ndarray:
+    """(sum of num_rows,) int64: the query rows of these segments, in order."""
+    before = np.cumsum(segments.num_rows) - segments.num_rows
+    shift = np.repeat(segments.first_row - before, segments.num_rows)
+    return shift + np.arange(len(shift))
+
+
+class PrefixSegmentsBackend:
+    """Mixin before a child's backend class: the child, with image masks for decoder layers."""
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False  # its prefix would have to be cut into the segments as well
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+
+def create_prefix_segments_backend(
+    child: type[AttentionBackend],
+    *,
+    name: str,
+    module: str,
+    builder: type[PrefixSegmentsMetadataBuilder] = PrefixSegmentsMetadataBuilder,
+) -> type[AttentionBackend]:
+    """A backend that is `child` with support for the image mask, by way of segments.
+
+    Args:
+        child: a backend whose kernel takes a causal flag per request, as a tensor in
+            `CommonAttentionMetadata.causal`, and whose window is symmetric without causality.
+        name: the class's name; `module` must hold it under this name for it to be pickled.
+        module: the class's `__module__`.
+        builder: the mixin to put before the child's builder, for a child that needs its own.
+    """
+
+    def mix(suffix: str, *bases: type, **attributes: Any) -> Any:
+        names = {"__module__": module, "__qualname__": name + suffix, "__doc__": bases[0].__doc__}
+        return type(name + suffix, bases, names | attributes)
+
+    impl_cls = mix("Impl", PrefixSegmentsImpl, child.get_impl_cls())
+    builder_cls = mix("MetadataBuilder", builder, child.get_builder_cls())
+    return mix(
+        "",
+        PrefixSegmentsBackend,
+        child,
+        get_impl_cls=staticmethod(lambda: impl_cls),
+        get_builder_cls=staticmethod(lambda: builder_cls),
+    )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that two backends store keys and values at the same places of one KV cache.
+
+Children of a composite may agree on every declared layout and still order K and V differently
+within a block. Each then reads the other's bytes as something else: wrong answers, no error.
+So both write the same keys and values through the same slots, once per kind of cache, and the
+bytes must be equal.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    compute_layer_kv_cache_shape_bytes,
+    compute_layout_strides,
+)
+
+logger = init_logger(__name__)
+
+SWITCH = "VLLM_COMPOSITE_STORAGE_PROOF"
+"""Environment variable; `0` joins pairs unproven."""
+
+NUM_BLOCKS = 3
+_proven: set[tuple[Any, ...]] = set()
+
+
+def prove_one_storage(
+    backend: Any,
+    kv_cache_spec: KVCacheSpec,
+    layer_names: list[str],
+    vllm_config: VllmConfig,
+    device: torch.device,
+    builders: Iterable[Any] = (),
+) -> None:
+    """Prove that both children of a composite store keys and values alike; once per pair, cache
+    dtype, head size, head count and block size.
+
+    Both children's writers fill a zeroed cache of the engine's own shape, on its device, and
+    the bytes are compared. Where the causal child has no writer that can be called here, it
+    attends over what the general child has written instead, and its output must be that of
+    the general child.
+
+    Args:
+        backend: the composite's backend class.
+        kv_cache_spec: of the group; only an `AttentionSpec` is proven.
+        layer_names: the group's layers; the first one's impls are used.
+        vllm_config: holds the layers and the KV cache layout.
+        device: where the scratch caches are made.
+        builders: both children's metadata builders, for the second kind of proof.
+
+    Raises:
+        ValueError: the children differ; names both and the first difference.
+    """
+    if os.environ.get(SWITCH) == "0" or not isinstance(kv_cache_spec, AttentionSpec):
+        return
+    layers = get_layers_from_vllm_config(
+        vllm_config,
+        AttentionLayerBase,  # type: ignore[type-abstract]
+        layer_names,
+    )
+    layer: Any = next(iter(layers.values()), None)
+    if layer is None or not hasattr(layer.impl, "children"):
+        return
+    case = (
+        *backend.child_classes(),
+        kv_cache_spec.dtype,
+        layer.impl.kv_cache_dtype,
+        kv_cache_spec.head_size,
+        kv_cache_spec.num_kv_heads,
+        kv_cache_spec.block_size,
+    )
+    if case in _proven:
+        return
+    layout = _layout(backend, vllm_config)
+    difference = _first_difference(layer, kv_cache_spec, layout, device, tuple(builders))
+    if difference is not None:
+        general, causal = (child.get_name() for child in backend.child_classes())
+        raise ValueError(
+            f"{general} and {causal} cannot share a KV cache: they store keys and values "
+            f"differently, so each would read the other's as something else. {difference} "
+            f"(cache dtype {kv_cache_spec.dtype}, head size {kv_cache_spec.head_size}, "
+            f"{kv_cache_spec.num_kv_heads} KV heads, blocks of {kv_cache_spec.block_size} "
+            f"tokens, layout {layout.name}). Choose another pair, or set {SWITCH}=0 to join "
+            "them unproven."
+        )
+    _proven.add(case)
+
+
+def _layout(backend: Any, vllm_config: VllmConfig) -> KVCacheLayout:
+    name = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if isinstance(name, str):
+        return KVCacheLayout[name]
+    return (backend.supported_kv_cache_layouts() or tuple(KVCacheLayout))[0]
+
+
+def _scratch_cache(
+    spec: AttentionSpec, layout: KVCacheLayout, device: torch.device
+) -> torch.Tensor:
+    shape = compute_layer_kv_cache_shape_bytes(spec, NUM_BLOCKS)
+    strides = compute_layout_strides(spec, NUM_BLOCKS, 1, layout)[1:]
+    num_bytes = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    raw = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+    return torch.as_strided(raw, shape, strides).view(spec.dtype)
+
+
+def _first_difference(
+    layer: Any,
+    spec: AttentionSpec,
+    layout: KVCacheLayout,
+    device: torch.device,
+    builders: tuple[Any, ...],
+) -> str | None:
+    general, causal = layer.impl.children
+    num_tokens = spec.block_size + spec.block_size // 2 + 1
+    # A sequence over two blocks in reverse order; block 0 is the engine's padding block.
+    block_table = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    position = torch.arange(num_tokens, device=device)
+    slots = block_table[0, position // spec.block_size].long() * spec.block_size
+    slots += position % spec.block_size
+
+    random = torch.Generator().manual_seed(0)
+    shape = (num_tokens, layer.num_kv_heads, layer.head_size)
+    dtype = getattr(layer, "dtype", torch.get_default_dtype())
+    key, value = (torch.randn(shape, generator=random).to(device, dtype) for _ in range(2))
+
+    written = _scratch_cache(spec, layout, device)
+    general.do_kv_cache_update(layer, key, value, written, slots)
+    other = _scratch_cache(spec, layout, device)
+    try:
+        causal.do_kv_cache_update(layer, key, value, other, slots)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        logger.debug("The causal child's KV cache writer cannot be called here: %s", error)
+        return _reads_differently(layer, builders, key, value, written, block_table, slots)
+    return _first_different_byte(written, other)
+
+
+def _first_different_byte(written: torch.Tensor, other: torch.Tensor) -> str | None:
+    ours, theirs = (cache.contiguous().view(torch.uint8) for cache in (written, other))
+    differs = (ours != theirs).nonzero()
+    if len(differs) == 0:
+        return None
+    at = differs[0].tolist()
+    axes = ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[-len(at) :], at, strict=False))
+    return (
+        f"Of {ours.numel()} bytes {len(differs)} differ, first at {axes}: "
+        f"{int(ours[tuple(at)])} against {int(theirs[tuple(at)])}"
+    )
+
+
+_AXES = ("block", "head", "token", "byte")
+
+
+def _reads_differently(
+    layer: Any,
+    builders: tuple[Any, ...],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    written: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+) -> str | None:
+    num_tokens = len(slots)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    length = torch.tensor([num_tokens], dtype=torch.int32)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts.to(slots.device),
+        query_start_loc_cpu=starts,
+        seq_lens=length.to(slots.device),
+        seq_lens_cpu_upper_bound=length,
+        num_reqs=1,
+        num_actual_tokens=1,
+        max_query_len=1,
+        max_seq_len=num_tokens,
+        block_table_tensor=block_table,
+        slot_mapping=slots[-1:],
+    )
+    random = torch.Generator().manual_seed(1)
+    query = torch.randn((1, layer.num_heads, layer.head_size), generator=random).to(key)
+    outputs = []
+    for impl, builder in zip(layer.impl.children, builders, strict=True):
+        out = torch.zeros_like(query)
+        impl.forward(layer, query, key[-1:], value[-1:], written, builder.build(0, batch), out)
+        outputs.append(out.float())
+    difference = (outputs[0] - outputs[1]).abs().max().item()
+    if difference <= 0.02 * outputs[0].abs().max().item():
+        return None
+    return f"Attending over one cache their outputs differ by {difference:.3g}"
