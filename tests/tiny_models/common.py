@@ -1,5 +1,6 @@
 """What all tiny models share: words, pictures, prompts, random weights, the reference run."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -34,6 +36,16 @@ WORDS = tuple(
 )
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 VOCABULARY = 320
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 Size = tuple[int, int]
 
 
@@ -44,8 +56,8 @@ class Prompt(NamedTuple):
     images: list[Image.Image]
 
 
-class Reference(NamedTuple):
-    """Hugging Face's greedy answer to one prompt.
+class Answer(NamedTuple):
+    """A greedy answer to one prompt, of Hugging Face or of an engine.
 
     `prompt_token_ids` is the prompt with its placeholders expanded; `tokens` are the T generated
     tokens, `logprobs` the float64 log-probabilities of shape (T, vocabulary) they came from.
@@ -77,7 +89,10 @@ class Family:
         hidden_placeholder: what Hugging Face's processor wants before the prompt for each picture
             where vLLM inserts the picture by itself.
         leading_image_only: a prompt can hold one picture at most, in front.
-        tower_prefix: (name in transformers, name in published checkpoints) of vision weights.
+        keeps_long_images: whether vLLM opens the mask for a picture longer than the window.
+        explicit_masks: makes the mask inputs instead, where the model's own mask is not vLLM's.
+        published_names: (start of a weight's name in transformers, in published checkpoints);
+            the first that fits is replaced.
         engine_options: arguments of `vllm.LLM` that the family needs besides the common ones.
     """
 
@@ -90,7 +105,9 @@ class Family:
     text_type: int = 0
     hidden_placeholder: str = ""
     leading_image_only: bool = False
-    tower_prefix: tuple[str, str] | None = None
+    keeps_long_images: bool = False
+    explicit_masks: Callable[[torch.Tensor, PreTrainedConfig], Mapping[str, Any]] | None = None
+    published_names: tuple[tuple[str, str], ...] = ()
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, folder: Path, *, seed: int = 0, gain: float = 1.5, **overrides: Any) -> Path:
@@ -103,15 +120,15 @@ class Family:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        model, processor = self.assemble(**overrides)
-        draw_weights(model, seed, gain)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, processor = self.assemble(**overrides)
+            draw_weights(model, gain)
         tensors = model.state_dict()
         if model.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
-        if self.tower_prefix:
-            tensors = {name.replace(*self.tower_prefix, 1): t for name, t in tensors.items()}
         save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            {self.published_name(name): tensor.contiguous() for name, tensor in tensors.items()},
             folder / "model.safetensors",
             metadata={"format": "pt"},
         )
@@ -120,6 +137,13 @@ class Family:
         model.config.save_pretrained(folder)
         processor.save_pretrained(folder)
         return folder
+
+    def published_name(self, name: str) -> str:
+        """The name that a weight has in the family's published checkpoints."""
+        for ours, theirs in self.published_names:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
 
     def llm_arguments(self, folder: Path, *, images: int = 8, **more: Any) -> dict[str, Any]:
         """Arguments with which `vllm.LLM` loads the checkpoint in `folder` and gives all logprobs.
@@ -170,10 +194,10 @@ class Family:
         return self.prompt(sentence(seed, 8), picture(seed, size))
 
     def long_text(self, words: int = 600, seed: int = 0, image: bool = True) -> Prompt:
-        """`words` words, with a picture after the first third (or in front)."""
+        """`words` words, with a picture after nine tenths of them (or in front)."""
         if not image:
             return self.text_only(words, seed)
-        before = 0 if self.leading_image_only else words // 3
+        before = 0 if self.leading_image_only else words * 9 // 10
         head = [sentence(seed, before)] if before else []
         return self.prompt(*head, picture(seed, (80, 64)), sentence(seed + 1, words - before))
 
@@ -188,6 +212,21 @@ class Family:
         unwanted |= {"labels", "num_crops", "num_soft_tokens_per_image"}
         return {name: value for name, value in encoded.items() if name not in unwanted}
 
+    def both_ways(self, ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+        """Which tokens, of shape (1, T), vLLM lets attend both ways within their picture."""
+        is_image = ids == config.image_token_id
+        window = getattr(config.text_config, "sliding_window", None)
+        if window is None or self.keeps_long_images:
+            return is_image
+        runs, lengths = is_image[0].unique_consecutive(return_counts=True)
+        return (runs & (lengths <= window)).repeat_interleave(lengths)[None]
+
+    def mask_inputs(self, types: torch.Tensor, config: PreTrainedConfig) -> Mapping[str, Any]:
+        """What tells the model which tokens, of shape (1, T), attend both ways."""
+        if self.explicit_masks:
+            return self.explicit_masks(types, config)
+        return {self.type_key: types}
+
     @torch.inference_mode()
     def reference_logprobs(
         self,
@@ -197,13 +236,13 @@ class Family:
         max_new_tokens: int,
         *,
         causal: bool = False,
-    ) -> list[Reference]:
+    ) -> list[Answer]:
         """Greedy answers of Hugging Face transformers, one request at a time.
 
         Every step runs the whole sequence again with eager attention, so no cache can hide an
-        error of the mask. Images attend both ways, one block an image, text is causal; with
-        `causal=True` everything is causal, which is what an engine without image masks computes.
-        End-of-sequence tokens do not stop the generation.
+        error of the mask. The mask is the one that vLLM defines for the family: images attend both
+        ways, one block an image, text is causal. With `causal=True` everything is causal, which is
+        what an engine without image masks computes. End-of-sequence tokens do not stop it.
 
         Args:
             folder: a checkpoint written by `build`.
@@ -215,19 +254,35 @@ class Family:
         for text, pictures in zip(prompts, images, strict=True):
             inputs = self.model_inputs(processor, Prompt(text, list(pictures)))
             prompt_ids = inputs.pop("input_ids")
-            is_image = (prompt_ids == model.config.image_token_id) & (not causal)
-            types = torch.where(is_image, self.image_type, self.text_type)
+            both_ways = self.both_ways(prompt_ids, model.config) & (not causal)
+            types = torch.where(both_ways, self.image_type, self.text_type)
             ids, rows = prompt_ids, []
             for _ in range(max_new_tokens):
                 types = torch.nn.functional.pad(
                     types, (0, ids.shape[1] - types.shape[1]), value=self.text_type
                 )
-                output = model(input_ids=ids, **inputs, **{self.type_key: types}, use_cache=False)
+                mask = self.mask_inputs(types, model.config)
+                output = model(input_ids=ids, **inputs, **mask, use_cache=False)
                 rows.append(output.logits[0, -1].double().log_softmax(-1))
                 ids = torch.cat([ids, rows[-1].argmax().view(1, 1)], dim=1)
             generated = ids[0, prompt_ids.shape[1] :].tolist()
-            answers.append(Reference(prompt_ids[0].tolist(), generated, torch.stack(rows)))
+            answers.append(Answer(prompt_ids[0].tolist(), generated, torch.stack(rows)))
         return answers
+
+
+def largest_difference(answer: Answer, reference: Answer) -> float:
+    """Largest difference of log-probabilities, up to the first token the two disagree on.
+
+    Raises ValueError if they do not answer the same prompt.
+    """
+    if answer.prompt_token_ids != reference.prompt_token_ids:
+        raise ValueError(
+            f"these answer different prompts: {answer.prompt_token_ids} and "
+            f"{reference.prompt_token_ids}"
+        )
+    pairs = enumerate(zip(answer.tokens, reference.tokens, strict=True), start=1)
+    comparable = next((n for n, (one, other) in pairs if one != other), len(answer.tokens))
+    return float((answer.logprobs - reference.logprobs)[:comparable].abs().max())
 
 
 def picture(seed: int, size: Size = (80, 64)) -> Image.Image:
@@ -301,12 +356,17 @@ def text_settings(**overrides: Any) -> dict[str, Any]:
     return settings | overrides
 
 
-def draw_weights(model: PreTrainedModel, seed: int, gain: float) -> None:
+def alternating_layers(settings: dict[str, Any]) -> dict[str, Any]:
+    """Add layer types to `settings`, if it has none: sliding, full, sliding, full, ..."""
+    kinds = itertools.cycle(["sliding_attention", "full_attention"])
+    return {"layer_types": list(itertools.islice(kinds, settings["num_hidden_layers"]))} | settings
+
+
+def draw_weights(model: Any, gain: float) -> None:
     """Draw matrices anew so that signals keep their size, and stir norms and biases a little."""
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape)
             if parameter.dim() < 2:
                 parameter.add_(0.1 * noise)
             else:
@@ -326,9 +386,10 @@ def draw_weights(model: PreTrainedModel, seed: int, gain: float) -> None:
 def load_model(folder: Path) -> PreTrainedModel:
     """Load a checkpoint in float32 with eager attention; refuse one with missing weights."""
     with no_progress_bars():
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
+    model, report = loaded
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
         raise RuntimeError(f"the checkpoint in {folder} does not fit its model: {problems}")

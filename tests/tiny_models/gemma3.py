@@ -1,20 +1,23 @@
 """Gemma 3: pictures attend both ways in every layer, bounded by the window in sliding layers.
 
-vLLM leaves the picture causal in all layers where it is longer than the sliding window, so there
-the reference is the causal one.
+vLLM leaves a picture causal that is longer than the sliding window, and so does the reference.
 """
 
 from typing import Any
 
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+)
 
-from .common import Family, Parts, make_tokenizer, text_settings
+from .common import SIGLIP, Family, Parts, alternating_layers, make_tokenizer, text_settings
 
 IMAGE_TOKENS = 16
 
 
-def assemble(*, sliding_window: int = 64, **text: Any) -> Parts:
+def assemble(**text: Any) -> Parts:
     tokenizer = make_tokenizer(
         {
             "image_token": "<image_soft_token>",
@@ -22,33 +25,19 @@ def assemble(*, sliding_window: int = 64, **text: Any) -> Parts:
             "eoi_token": "<end_of_image>",
         }
     )
-    text = text_settings(
-        sliding_window=sliding_window,
-        query_pre_attn_scalar=32,
-        **text,
-    )
-    text.setdefault(
-        "layer_types",
-        ["sliding_attention", "full_attention"] * (text["num_hidden_layers"] // 2),
-    )
+    # A small scalar sharpens attention, so that a picture far back still matters.
+    settings = {"sliding_window": 64, "query_pre_attn_scalar": 8}
+    side = SIGLIP["image_size"]
     config = Gemma3Config(
-        text_config=text,
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
+        text_config=alternating_layers(text_settings(**settings | text)),
+        vision_config=dict(SIGLIP),
         mm_tokens_per_image=IMAGE_TOKENS,
         image_token_index=tokenizer.image_token_id,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
     )
     processor = Gemma3Processor(
-        image_processor=Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        image_processor=Gemma3ImageProcessor(size={"height": side, "width": side}),
         tokenizer=tokenizer,
         image_seq_length=IMAGE_TOKENS,
     )
@@ -61,7 +50,5 @@ GEMMA3 = Family(
     image_tokens=IMAGE_TOKENS,
     placeholder="<start_of_image>",
     type_key="token_type_ids",
-    tower_prefix=("vision_tower.", "vision_tower.vision_model."),
+    published_names=(("model.vision_tower.", "model.vision_tower.vision_model."),),
 )
-build = GEMMA3.build
-reference_logprobs = GEMMA3.reference_logprobs

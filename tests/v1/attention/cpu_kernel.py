@@ -1,5 +1,6 @@
 """Runs batches through the real CPU kernel behind a backend, with a paged cache."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,3 +204,39 @@ class KernelUnderTest:
             ]
         )
         return float((output.double() - expected).abs().max() / expected.abs().max())
+
+
+def visible_keys(
+    backend: type[AttentionBackend],
+    seq_len: int,
+    images: list[tuple[int, int]],
+    window: int | None = None,
+) -> torch.Tensor:
+    """(seq_len, seq_len) bool: which keys each query of one prefill attends, asked of the kernel.
+
+    With equal scores and the values' rows one-hot, each output row holds the weights of its keys,
+    `head_size` keys at a time.
+    """
+    head_size = 128
+    with tempfile.TemporaryDirectory() as folder:
+        config = make_config(Path(folder), torch.float32)
+    kernel = KernelUnderTest(
+        config,
+        backend,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=head_size,
+        windows=(window,),
+    )
+    common, slots = kernel.metadata([Request(seq_len, seq_len, images)], np.random.default_rng(0))
+    layer, metadata = kernel.layers[0], kernel.builder.build(0, common)
+    nothing = torch.zeros(seq_len, 1, head_size)
+    seen = []
+    for first in range(0, seq_len, head_size):
+        value = torch.eye(seq_len)[:, first : first + head_size]
+        value = torch.nn.functional.pad(value, (0, head_size - value.shape[1]))[:, None]
+        layer.impl.do_kv_cache_update(layer, nothing, value, kernel.cache, slots)
+        output = torch.empty(seq_len, 1, head_size)
+        layer.impl.forward(layer, nothing, nothing, value, kernel.cache, metadata, output)
+        seen.append(output[:, 0] > 0)
+    return torch.cat(seen, dim=1)[:, :seq_len]

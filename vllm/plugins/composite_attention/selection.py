@@ -2,6 +2,7 @@
 """Where vLLM chooses an attention backend, and the composites that it may choose now."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,29 +17,62 @@ COMPOSITES = {
 }
 """Registry name and class path of each composite that this project adds."""
 
+WHOLE_IMAGE_SCHEDULER = "vllm.plugins.composite_attention.scheduling.WholeImageScheduler"
+
 
 def register() -> None:
     """Make the composites' names known and wrap the platform's choice, each only once."""
     for name, path in COMPOSITES.items():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, path)
+    platform = type(current_platform)
     if current_platform.is_cpu():
-        _wrap_choice(type(current_platform))
+        _wrap(platform, "check_and_update_config", _keep_images_whole)
+        _wrap(platform, "get_attn_backend_cls", _composite_or_stock)
 
 
-def _wrap_choice(platform: Any) -> None:
-    stock = platform.get_attn_backend_cls
+def _wrap(platform: Any, hook: str, around: Callable[..., Any]) -> None:
+    """Replace a class method of the platform by `around`, which gets the stock one first."""
+    stock = getattr(platform, hook)
     if hasattr(stock, "__wrapped__"):
         return
 
     @functools.wraps(stock)
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        path = cpu_composite_path(selected_backend, attn_selector_config)
-        return path or stock(selected_backend, attn_selector_config, num_heads)
+    def wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
 
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    setattr(platform, hook, classmethod(wrapper))
+
+
+def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
+    """Have each image scheduled in one step: where a step's end cuts an image, its queries cannot
+    see the keys that only the next step computes. On CPU vLLM does not ask for that at all."""
+    stock(vllm_config)
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    if model is None or not model.is_mm_prefix_lm or not scheduler.is_multimodal_model:
+        return
+    scheduler.disable_chunked_mm_input = True
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = WHOLE_IMAGE_SCHEDULER
+        logger.info_once("Image tokens of this model attend both ways: each image in one step.")
+    elif scheduler.scheduler_cls != WHOLE_IMAGE_SCHEDULER:
+        logger.warning_once(
+            "The scheduler %s may end a step inside an image, whose first part then does not see "
+            "its last. %s never does.",
+            scheduler.scheduler_cls,
+            WHOLE_IMAGE_SCHEDULER,
+        )
+
+
+def _composite_or_stock(
+    stock: Callable[..., str],
+    selected_backend: Any,
+    attn_selector_config: Any,
+    *args: Any,
+    **kw: Any,
+) -> str:
+    path = cpu_composite_path(selected_backend, attn_selector_config)
+    return path or stock(selected_backend, attn_selector_config, *args, **kw)
 
 
 def cpu_composite_path(selected: Any, config: Any) -> str | None:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
-
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (

@@ -11,12 +11,11 @@ a `seq_len` that ends with the segment. Nothing is built that grows with query x
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -202,7 +201,7 @@ class SegmentBatch:
 
     segments: Any
     """For every row, with the layer's own window."""
-    wider: list[tuple[int, torch.Tensor, Any]]
+    wider: list[tuple[int, torch.Tensor, Any]] = field(default_factory=list)
     """Rows to attend again with another window: the window, (num_rows,) int64 rows and the
     child's metadata for them alone."""
 
@@ -212,21 +211,20 @@ class PrefixSegmentsMetadata:
     """What one group of layers needs for a batch whose image mask is live."""
 
     batches: dict[ImageMask, SegmentBatch]
-    causal: Any
-    """The child's metadata for the same batch without image mask, where a layer may ask."""
+    causal: SegmentBatch
+    """The same batch without image mask, for layers that the model clears."""
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None
     """The image ranges. A model whose full-attention layers are causal (Gemma 4) sets this to
     None before its forward, as it does with the metadata of vLLM's own backends."""
 
-    def batch_for(self, mask: ImageMask) -> SegmentBatch | None:
-        """The batch as a layer with this mask attends it; None for plainly causal.
+    def batch_for(self, mask: ImageMask) -> SegmentBatch:
+        """The batch as a layer with this mask attends it.
 
         One metadata object may serve both full-attention and sliding layers (with the hybrid
         KV cache manager off), and the model clears it for the former only.
         """
-        cleared = self.mm_prefix_range is None
-        if cleared and mask.sliding_window is None:
-            return None
+        if self.mm_prefix_range is None and mask.sliding_window is None:
+            return self.causal
         return self.batches[mask]
 
 
@@ -246,22 +244,17 @@ class PrefixSegmentsImpl:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        def attend(impl: Any, metadata: Any, rows: Any, out: torch.Tensor) -> None:
-            parts = (part if part is None else part[rows] for part in (query, key, value))
-            forward = super(PrefixSegmentsImpl, impl).forward  # type: ignore[misc]
-            forward(layer, *parts, kv_cache, metadata, out, output_scale, output_block_scale)
-
-        everything = slice(None)
+        scales = (output_scale, output_block_scale)
         if not isinstance(attn_metadata, PrefixSegmentsMetadata):
-            attend(self, attn_metadata, everything, output)
-        elif (batch := attn_metadata.batch_for(ImageMask.of(layer))) is None:
-            attend(self, attn_metadata.causal, everything, output)
-        else:
-            attend(self, batch.segments, everything, output)
-            for window, rows, metadata in batch.wider:
-                part = torch.empty_like(output[rows])
-                attend(self.with_window(window), metadata, rows, part)
-                output[rows] = part
+            forward = super().forward  # type: ignore[misc]
+            return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        batch = attn_metadata.batch_for(ImageMask.of(layer))
+        self.forward(layer, query, key, value, kv_cache, batch.segments, output, *scales)
+        for window, rows, metadata in batch.wider:
+            inputs = (part if part is None else part[rows] for part in (query, key, value))
+            again = torch.empty_like(output[rows])
+            self.with_window(window).forward(layer, *inputs, kv_cache, metadata, again, *scales)
+            output[rows] = again
         return output
 
     def with_window(self, window: int) -> Any:
@@ -342,10 +335,9 @@ class PrefixSegmentsMetadataBuilder:
         }
         if all(segments.causal.all() for segments in cut.values()):
             return build(common_attn_metadata)
-        may_clear = any(mask.sliding_window is None for mask in self.masks)
         return PrefixSegmentsMetadata(
             {mask: self._batch(common_attn_metadata, s, build) for mask, s in cut.items()},
-            build(common_attn_metadata) if may_clear else None,
+            SegmentBatch(build(common_attn_metadata)),
             ranges,
         )
 
