@@ -3,6 +3,10 @@
 Each family module holds `Family` objects that write a complete checkpoint without any download
 and compute reference log-probabilities with transformers alone. Nothing here but `check` imports
 vLLM, so the references are independent of every engine; `engine` translates to and from it.
+
+Not here, though vLLM opens their masks too: Molmo 2, BAGEL and Moondream 3 (transformers 5.19 has
+no such models to judge by), DiffusionGemma (needs vLLM's V2 model runner) and DeepSeek V4 with
+vision (sparse attention, which vLLM does not have on CPU).
 """
 
 from .common import Answer, Family, Prompt, largest_difference, picture, sentence

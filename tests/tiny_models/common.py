@@ -308,22 +308,21 @@ def sentence(seed: int, words: int) -> str:
 
 
 def make_tokenizer(
-    named: Mapping[str, str], unnamed: Sequence[str] = (), *, bos_by_default: bool = True
+    named: Mapping[str, str], *, bos_by_default: bool = True
 ) -> PreTrainedTokenizerFast:
     """A tokenizer of whole words, padded with numbered ones to `VOCABULARY` entries.
 
     Args:
         named: further special tokens, by the attribute under which the processor looks them up.
-        unnamed: tokens that are added as they are; newlines always are.
         bos_by_default: whether an encoded text starts with `<bos>`.
     """
     special = ["<pad>", "<eos>", "<bos>", "<unk>", *named.values()]
-    entries = [*special, *NEWLINES, *unnamed, *WORDS]
+    entries = [*special, *NEWLINES, *WORDS]
     entries += [f"word{index}" for index in range(VOCABULARY - len(entries))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(entries)}, "<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (*NEWLINES, *unnamed)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in NEWLINES])
     if bos_by_default:
         tokenizer.post_processor = TemplateProcessing(
             single="<bos> $A", special_tokens=[("<bos>", entries.index("<bos>"))]

@@ -1,7 +1,7 @@
 """Runs batches through the real CPU kernel behind a backend, with a paged cache."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from tests.dense_reference import dense_attention, image_mask
 
 BLOCK_SIZE = 32
+torch.cpu._init_amx()  # in an engine the model's matrix products have done it before attention
 
 
 @dataclass
@@ -99,13 +100,15 @@ class KernelUnderTest:
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
 
-    def keys_as_stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the cache keeps of keys or values, after rounding to its dtype."""
+    def random_keys(self, num_tokens: int) -> torch.Tensor:
+        """(num_tokens, kv_heads, head_size) numbers that the cache's dtype holds exactly, so that
+        how the kernel rounds plays no part."""
+        keys = torch.randn(num_tokens, self.num_kv_heads, self.head_size).to(self.dtype)
         name = self.layers[0].kv_cache_dtype
-        if name.startswith("fp8"):
-            stored = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
-            return tensor.to(stored).to(torch.float32)
-        return tensor
+        if not name.startswith("fp8"):
+            return keys
+        grid = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+        return keys.to(grid).to(self.dtype)
 
     def metadata(
         self, requests: Sequence[Request], generator: np.random.Generator
@@ -141,22 +144,30 @@ class KernelUnderTest:
         )
 
     def errors(
-        self, requests: Sequence[Request], seed: int = 0, prepare: Any = None
+        self,
+        requests: Sequence[Request],
+        seed: int = 0,
+        *,
+        prepare: Callable[[Any], object] = lambda metadata: None,
+        judged_as: Sequence[Request] | None = None,
     ) -> list[float]:
         """Largest difference to the dense reference, one per layer, relative to the largest
-        reference output; `prepare` sees the built metadata before the layers run."""
-        generator = np.random.default_rng(seed)
+        reference output.
+
+        Args:
+            prepare: sees the built metadata before the layers run.
+            judged_as: the requests that the reference answers, if not the same.
+        """
         torch.manual_seed(seed)
-        common, all_slots = self.metadata(requests, generator)
-        shape = (len(all_slots), self.num_kv_heads, self.head_size)
-        key, value = (torch.randn(shape).to(self.dtype) for _ in range(2))
+        common, all_slots = self.metadata(requests, np.random.default_rng(seed))
+        key, value = (self.random_keys(len(all_slots)) for _ in range(2))
         rows = (common.num_actual_tokens, self.num_heads, self.head_size)
         query = torch.randn(rows).to(self.dtype)
         metadata = self.builder.build(0, common)
-        if prepare is not None:
-            prepare(metadata)
+        prepare(metadata)
+        judged = judged_as or requests
         return [
-            self._error(layer, requests, metadata, all_slots, query, key, value)
+            self._error(layer, judged, metadata, all_slots, query, key, value)
             for layer in self.layers
         ]
 
@@ -179,7 +190,6 @@ class KernelUnderTest:
             [k[len(k) - n :] for k, n in zip(key.split(lengths), queries, strict=True)]
         )
         layer.impl.forward(layer, query, fresh, fresh, self.cache, metadata, output)
-        stored_key, stored_value = self.keys_as_stored(key), self.keys_as_stored(value)
         expected = torch.cat(
             [
                 dense_attention(
@@ -197,8 +207,8 @@ class KernelUnderTest:
                 for r, q, k, v in zip(
                     requests,
                     query.split(queries),
-                    stored_key.split(lengths),
-                    stored_value.split(lengths),
+                    key.split(lengths),
+                    value.split(lengths),
                     strict=True,
                 )
             ]

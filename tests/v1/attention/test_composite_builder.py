@@ -42,6 +42,16 @@ def routed(variant: int, **both: Any) -> tuple[tuple[type[MockBackend], type[Moc
     return children, make_builder(compose(*children, routing_policy=policy))
 
 
+SHOWS_ITSELF = {"build": lambda self, *args: self}
+"""Answers of a child's builder whose metadata is the builder, so that tests can look at it."""
+
+
+def child_builder(builder: Any, variant: int) -> Any:
+    """The builder of a child that `SHOWS_ITSELF`, inside a composite's."""
+    builder.routing.variant = variant
+    return builder.build(0, batch(*TEXT_BATCH))
+
+
 # ---------------------------------------------------------------------- construction
 
 
@@ -70,16 +80,10 @@ def test_composite_and_children_are_built_for_the_same_group(
         "vllm_config": make_config(),
         "device": CPU,
     }
-    children = pair(builder={"build": lambda self, *args: self})
-    builder = make_builder_of(children, **given)
-    if place is not None:
-        builder.routing.variant = place
-        builder = builder.build(0, batch(*TEXT_BATCH))
-    assert getattr(builder, attribute) is given[attribute]
-
-
-def make_builder_of(children: tuple[type[MockBackend], type[MockBackend]], **given: Any) -> Any:
-    return compose(*children, routing_policy=make_routing()).get_builder_cls()(**given)
+    composite = compose(*pair(builder=SHOWS_ITSELF), routing_policy=make_routing())
+    builder = composite.get_builder_cls()(**given)
+    asked = builder if place is None else child_builder(builder, place)
+    assert getattr(asked, attribute) is given[attribute]
 
 
 @pytest.mark.parametrize(
@@ -423,22 +427,12 @@ def test_reused_metadata_objects_keep_each_childs_variant() -> None:
 # --------------------------------------------------------------------------- workspace
 
 
-def children_with_workspace(general: bool, causal: bool) -> list[type[MockBackend]]:
-    """Children whose metadata is their builder, so that tests can look at it."""
-    answers = {"build": lambda self, *args: self}
-    return [
-        make_child(name, workspace=has, builder=answers)
+def workspace_builder(general: bool, causal: bool) -> Any:
+    """A composite's builder; `general` and `causal`: whether that child has a workspace."""
+    children = [
+        make_child(name, workspace=has, builder=SHOWS_ITSELF)
         for name, has in zip(NAMES, (general, causal), strict=True)
     ]
-
-
-def child_builder(builder: Any, variant: int) -> Any:
-    builder.routing.variant = variant
-    return build(builder)
-
-
-def workspace_builder(general: bool, causal: bool) -> Any:
-    children = children_with_workspace(general, causal)
     return make_builder(compose(*children, routing_policy=make_routing()))
 
 

@@ -166,11 +166,6 @@ def test_set_up_is_done_by_both_children(hook: str, args: tuple[Any, ...], place
     assert children[place].called(hook) == [Call(hook, args)]
 
 
-def test_a_hook_that_no_child_has_is_not_there() -> None:
-    impl = make_impl(compose(*pair()))
-    assert not hasattr(impl, "some_hook_of_a_later_engine")
-
-
 # ---------------------------------------------------------------------- attributes
 
 ATTRIBUTES: list[tuple[str, Any]] = [

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -156,14 +155,15 @@ class MMPrefixAttentionRouting(CompositeAttentionRouting):
 
 
 def attention_layers(
-    vllm_config: VllmConfig, layer_names: list[str] | None = None
-) -> Iterable[AttentionLayerBase]:
-    layers = get_layers_from_vllm_config(
-        vllm_config,
-        AttentionLayerBase,  # type: ignore[type-abstract]
-        layer_names,
+    vllm_config: VllmConfig, layer_names: Iterable[str] | None = None
+) -> Iterable[Any]:
+    """The model's attention layers, or those of the given names that it has."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return (
+        layers.values()
+        if layer_names is None
+        else [layers[name] for name in layer_names if name in layers]
     )
-    return layers.values()
 
 
 # ------------------------------------------------------- how hooks combine
@@ -419,12 +419,11 @@ class CompositeAttentionBackend(AttentionBackend):
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Whether each child that the policy gives image-masked batches can mask them."""
-        masking = [
-            child
+        return all(
+            child.supports_mm_prefix()
             for variant, child in enumerate(cls.child_classes())
             if cls.routing_policy.variant_uses_mm_prefix(variant)
-        ]
-        return bool(masking) and all(child.supports_mm_prefix() for child in masking)
+        )
 
     @classmethod
     def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
@@ -574,7 +573,7 @@ class CompositeAttentionImpl(AttentionImpl):
         """The child's impl for this batch. None (a profiling run) goes to the general child."""
         if attn_metadata is None:
             return self.children[GENERAL]
-        return self.children[attn_metadata._attention_backend_variant]
+        return self.children[_variant_of(attn_metadata, self.backend_cls)]
 
     def forward(
         self,
@@ -606,13 +605,16 @@ class CompositeAttentionImpl(AttentionImpl):
     def __getattr__(self, name: str) -> Any:
         if name == "children" or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        return getattr(self.children[GENERAL], name)
+        child = next((c for c in self.children if hasattr(c, name)), self.children[GENERAL])
+        return getattr(child, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        unruled = name != "children" and name not in IMPL_RULES
-        for child in self.__dict__.get("children", ()) if unruled else ():
-            setattr(child, name, value)
-        super().__setattr__(name, value)
+        children = self.__dict__.get("children", ())
+        if not children or IMPL_RULES.get(name, DERIVED) is not DERIVED or name in self.__dict__:
+            super().__setattr__(name, value)
+        if IMPL_RULES.get(name, DERIVED) is DERIVED:
+            for child in children:
+                setattr(child, name, value)
 
 
 # ---------------------------------------------------------------- builder
@@ -663,7 +665,8 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         self.routing = self.backend_cls.routing_policy(layer_names, vllm_config)
         thresholds = (child.reorder_batch_threshold for child in self.children)
         self.reorder_batch_threshold = min((t for t in thresholds if t is not None), default=None)
-        self.set_workspace_buffer(self._get_workspace_buffer())
+        if all(hasattr(child, "_get_workspace_buffer") for child in self.children):
+            self.set_workspace_buffer(self._get_workspace_buffer())
         prove_one_storage(
             self.backend_cls, kv_cache_spec, layer_names, vllm_config, device, self.children
         )
@@ -698,16 +701,17 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
     ) -> Any:
         """The routed child's metadata for this batch."""
         variant = self.routing.select(common_attn_metadata)
-        metadata = self.children[variant].build(
-            common_prefix_len, common_attn_metadata, fast_build, **extras
+        build = self.children[variant].build
+        taken = {name: extras[name] for name in extras if _takes(build, name)}
+        return self._named(
+            build(common_prefix_len, common_attn_metadata, fast_build, **taken), variant
         )
-        return _named(metadata, variant)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """The capture child's metadata, whatever the batch."""
         variant = self.routing.capture_variant
         child = self.children[variant]
-        return _named(child.build_for_cudagraph_capture(common_attn_metadata), variant)
+        return self._named(child.build_for_cudagraph_capture(common_attn_metadata), variant)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -715,18 +719,18 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         """The routed child's metadata for a drafting step."""
         variant = self.routing.select(common_attn_metadata)
         child = self.children[variant]
-        return _named(child.build_for_drafting(common_attn_metadata, draft_index), variant)
+        return self._named(child.build_for_drafting(common_attn_metadata, draft_index), variant)
 
     def update_block_table(
         self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> Any:
         """The metadata's own child updates it; the variant stays with it."""
-        variant = metadata._attention_backend_variant
+        variant = _variant_of(metadata, self.backend_cls)
         child = self.children[variant]
-        return _named(child.update_block_table(metadata, blk_table, slot_mapping), variant)
+        return self._named(child.update_block_table(metadata, blk_table, slot_mapping), variant)
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
-        child = self.children[metadata._attention_backend_variant]
+        child = self.children[_variant_of(metadata, self.backend_cls)]
         child.update_draft_decode_metadata(metadata)
 
     def _get_workspace_buffer(self) -> torch.Tensor | None:
@@ -742,10 +746,48 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             if workspace_buffer is not None and hasattr(child, "set_workspace_buffer"):
                 child.set_workspace_buffer(workspace_buffer)
 
+    def _named(self, metadata: Any, variant: int) -> Any:
+        """`metadata`, carrying the variant that it is for, also where its class is frozen or has
+        slots."""
+        made = getattr(metadata, "_attention_backend_variant", None)
+        choice = Choice(variant, {**getattr(made, "made", {}), self.backend_cls: variant})
+        try:
+            object.__setattr__(metadata, "_attention_backend_variant", choice)
+        except AttributeError:  # slots: its class must say it
+            named = _class_of_choice(type(metadata), tuple(choice.made.items()))
+            object.__setattr__(metadata, "__class__", named)
+        return metadata
 
-def _named(metadata: Any, variant: int) -> Any:
-    metadata._attention_backend_variant = variant
-    return metadata
+
+class Choice(int):
+    """The variant that the outermost composite chose, as the engine reads it, with what each
+    composite inside it chose for the same metadata."""
+
+    made: dict[type, int]
+
+    def __new__(cls, variant: int, made: dict[type, int]) -> "Choice":
+        self = super().__new__(cls, variant)
+        self.made = made
+        return self
+
+
+def _variant_of(metadata: Any, backend_cls: type) -> int:
+    choice = metadata._attention_backend_variant
+    return choice.made.get(backend_cls, choice) if isinstance(choice, Choice) else choice
+
+
+@functools.cache
+def _class_of_choice(metadata_cls: type, made: tuple[tuple[type, int], ...]) -> type:
+    plain = getattr(metadata_cls, "_without_variant", metadata_cls)
+    names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    choice = Choice(made[-1][1], dict(made))
+    extra = {"__slots__": (), "_without_variant": plain, "_attention_backend_variant": choice}
+    return type(plain.__name__, (plain,), names | extra)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 # ---------------------------------------------------------------- factory

@@ -1,0 +1,153 @@
+"""What the plugin registers, and which backend it has vLLM choose for a layer."""
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.plugins import composite_attention
+from vllm.plugins.composite_attention import engine, selection
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+COMPOSITE = "vllm.v1.attention.backends.cpu_prefix_attn.CPUPrefixAttentionBackend"
+STOCK = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_said_again(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """vLLM's loggers do not propagate and say some things once; here they do, and again."""
+    from vllm import logger
+
+    for name in ("_print_info_once", "_print_warning_once"):
+        getattr(logger, name).cache_clear()
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.addHandler(caplog.handler)
+    yield
+    vllm_logger.removeHandler(caplog.handler)
+
+
+def chosen(selected: AttentionBackendEnum | None = None, **layer: Any) -> str:
+    config = AttentionSelectorConfig(
+        **{
+            "head_size": 64,
+            "dtype": torch.bfloat16,
+            "kv_cache_dtype": "auto",
+            "block_size": None,
+            "use_mm_prefix": True,
+            **layer,
+        }
+    )
+    return current_platform.get_attn_backend_cls(selected, config, num_heads=4)  # type: ignore[arg-type]
+
+
+def test_a_decoder_layer_that_needs_the_image_mask_gets_the_composite() -> None:
+    assert chosen() == COMPOSITE
+
+
+def test_the_log_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        chosen()
+    assert "Using CPU_PREFIX_ATTN: image tokens of this model attend both ways" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"use_mm_prefix": False},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"attn_type": AttentionType.ENCODER_DECODER},
+    ],
+    ids=["text-only model", "encoder-only layer", "cross attention"],
+)
+def test_every_other_layer_keeps_what_it_had(layer: dict[str, Any]) -> None:
+    assert chosen(**layer) == STOCK
+
+
+def test_mla_layers_keep_what_they_had() -> None:
+    assert "mla" in chosen(use_mla=True)
+
+
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASH_ATTN"])
+def test_a_models_wish_for_a_gpu_backend_does_not_defeat_it(name: str) -> None:
+    assert chosen(AttentionBackendEnum[name]) == COMPOSITE
+
+
+def test_the_composite_by_name_serves_a_text_only_model_too() -> None:
+    assert chosen(AttentionBackendEnum["CPU_PREFIX_ATTN"], use_mm_prefix=False) == COMPOSITE
+
+
+def test_cpu_attn_by_name_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(AttentionBackendEnum.CPU_ATTN) == STOCK
+    assert "CPU_ATTN was asked for by name" in caplog.text
+
+
+def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert chosen(use_dcp=True) == STOCK
+    assert "CPU_PREFIX_ATTN cannot serve these decoder layers" in caplog.text
+    assert "DCP not supported" in caplog.text
+
+
+def test_loading_twice_changes_nothing() -> None:
+    before = current_platform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
+    members = list(AttentionBackendEnum.__members__)
+    composite_attention.register()
+    assert current_platform.get_attn_backend_cls.__func__ is before  # type: ignore[attr-defined]
+    assert list(AttentionBackendEnum.__members__) == members
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0"])
+def test_an_unknown_engine_is_left_alone_with_a_sentence(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "engine_version", lambda: version)
+    monkeypatch.setattr(selection, "register", lambda: pytest.fail("it must stand aside"))
+    composite_attention.register()
+    assert f"works with vLLM 0.30 to 0.33 and stands aside beside vLLM {version}" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.0", "0.33.1rc1", "0.31.0+cpu"])
+def test_a_known_engine_is_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "engine_version", lambda: version)
+    assert engine.unsupported_reason() is None
+
+
+def engine_config(*, is_mm_prefix_lm: bool = True, scheduler_cls: Any = None) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm),
+        scheduler_config=SimpleNamespace(
+            is_multimodal_model=True, disable_chunked_mm_input=False, scheduler_cls=scheduler_cls
+        ),
+    )
+
+
+def configured(config: Any) -> Any:
+    selection._keep_images_whole(lambda config: None, config)
+    return config.scheduler_config
+
+
+def test_images_that_attend_both_ways_are_scheduled_whole() -> None:
+    scheduler = configured(engine_config())
+    assert scheduler.disable_chunked_mm_input is True
+    assert scheduler.scheduler_cls == selection.WHOLE_IMAGE_SCHEDULER
+
+
+def test_other_models_keep_their_scheduler() -> None:
+    scheduler = configured(engine_config(is_mm_prefix_lm=False))
+    assert scheduler.disable_chunked_mm_input is False
+    assert scheduler.scheduler_cls is None
+
+
+def test_a_scheduler_of_the_users_is_kept_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert configured(engine_config(scheduler_cls="their.Scheduler")).scheduler_cls == (
+        "their.Scheduler"
+    )
+    assert "their.Scheduler may end a step inside an image" in caplog.text
