@@ -39,11 +39,12 @@ def run(python: Path, *arguments: str) -> str:
     done = subprocess.run(
         [python, *arguments], capture_output=True, text=True, cwd=python.parent, check=False
     )
-    return done.stdout + done.stderr
+    return done.stderr + done.stdout
 
 
 def file_of(python: Path, module: str) -> str:
-    return run(python, "-c", f"import {module} as m; print(m.__file__)").strip().splitlines()[-1]
+    said = run(python, "-c", f"import {module} as m; print(m.__file__)")
+    return said.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("path", OVERLAID)

@@ -17,6 +17,7 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 
 from tests.dense_reference import dense_attention, image_mask
@@ -68,11 +69,10 @@ class KernelUnderTest:
     ) -> None:
         self.impl_args = impl_args
         self.clamped = clamped
-        self.dtype = config.model_config.dtype
+        dtype: Any = config.model_config.dtype
+        self.dtype: torch.dtype = dtype
         config.compilation_config.static_forward_context.clear()
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), set_default_torch_dtype(self.dtype):
             self.layers = [
                 Attention(
                     num_heads,
@@ -88,11 +88,10 @@ class KernelUnderTest:
                 )
                 for index, window in enumerate(windows)
             ]
-            spec = self.layers[0].get_kv_cache_spec(config)
+            spec: Any = self.layers[0].get_kv_cache_spec(config)
             self.builder = backend.get_builder_cls()(
                 spec, [layer.layer_name for layer in self.layers], config, torch.device("cpu")
             )
-        torch.set_default_dtype(previous)
         self.cache = torch.zeros(
             num_blocks, num_kv_heads, BLOCK_SIZE, 2 * head_size, dtype=spec.dtype
         )
@@ -239,7 +238,8 @@ def visible_keys(
         windows=(window,),
     )
     common, slots = kernel.metadata([Request(seq_len, seq_len, images)], np.random.default_rng(0))
-    layer, metadata = kernel.layers[0], kernel.builder.build(0, common)
+    layer: Any = kernel.layers[0]
+    metadata = kernel.builder.build(0, common)
     nothing = torch.zeros(seq_len, 1, head_size)
     seen = []
     for first in range(0, seq_len, head_size):

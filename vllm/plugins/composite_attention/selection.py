@@ -96,14 +96,13 @@ def cpu_composite_path(selected: Any, config: Any) -> str | None:
             "attend both ways, get the causal mask. Leave the backend unset for the right one."
         )
         return None
-    reasons = composite.get_class().validate_configuration(
-        **config._asdict(), device_capability=current_platform.get_device_capability()
-    )
+    settings = config._asdict() | {"device_capability": current_platform.get_device_capability()}
+    reasons = composite.get_class().validate_configuration(**settings)
     if reasons:
         logger.warning_once(
             "CPU_PREFIX_ATTN cannot serve these %s layers (%s). They keep vLLM's own backend, "
             "which masks image tokens causally.",
-            config.attn_type,
+            AttentionType(config.attn_type).value,
             "; ".join(reasons),
         )
         return None

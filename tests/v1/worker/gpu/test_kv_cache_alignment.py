@@ -452,6 +452,11 @@ def test_allocation_that_no_group_describes_is_left_alone() -> None:
     assert is_unchanged_by(lambda: align(allocation, described=False), allocation)
 
 
+def test_allocation_without_blocks_is_left_alone() -> None:
+    allocation = mixed(num_blocks=0)
+    assert is_unchanged_by(lambda: align(allocation), allocation)
+
+
 def test_nothing_to_align_is_no_error() -> None:
     assert is_unchanged_by(align)
 
@@ -552,6 +557,36 @@ def test_backend_that_takes_only_two_heads_cannot_tell_them_from_k_and_v() -> No
     layer = Layer("f", backend("TWO_HEADS", two_heads), heads=2)
     with pytest.raises(ValueError, match="f counts blocks first"):
         align(beside_kv_first(layer))
+
+
+def test_backend_that_takes_only_one_head_cannot_pass_two_of_it_for_k_and_v() -> None:
+    def doubled_head(n: int, b: int, h: int, d: int) -> tuple[int, ...]:
+        assert h == 1
+        return n, 2 * h, b, d
+
+    layer = Layer("f", backend("ONE_HEAD_DOUBLED", doubled_head), heads=1)
+    with pytest.raises(ValueError, match="f counts blocks first"):
+        align(beside_kv_first(layer))
+
+
+def test_backend_that_counts_slots_instead_of_blocks_is_refused() -> None:
+    layer = Layer("f", backend("SLOTS", lambda n, b, h, d: (n * b, 2, h, d)))
+    with pytest.raises(ValueError, match="the backend of f does not tell its layout"):
+        align(beside_kv_first(layer))
+
+
+def test_view_of_another_shape_than_its_backend_tells_is_refused() -> None:
+    allocation = mixed()
+    allocation.caches["b"] = allocation.raw.view(torch.float32).view(3, 3, 8, 2, 4)
+    with pytest.raises(ValueError, match="b has another shape than its backend tells"):
+        align(allocation)
+
+
+def test_block_count_that_does_not_divide_the_storage_is_refused() -> None:
+    allocation = mixed()  # K of all blocks is 3 x 8 x 3 x 4 = 288 elements
+    allocation.caches["b"] = allocation.raw.view(torch.float32)[:120].view(5, 2, 1, 3, 4)
+    with pytest.raises(ValueError, match="b has blocks of another size than the others"):
+        align(allocation)
 
 
 def test_views_that_start_at_different_bytes_are_refused() -> None:

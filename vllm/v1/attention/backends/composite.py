@@ -676,7 +676,7 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
         """The weakest of both children's levels and the policy's."""
-        sources = (*cls.child_classes(), cls.backend_cls.routing_policy)
+        sources: tuple[Any, ...] = (*cls.child_classes(), cls.backend_cls.routing_policy)
         levels = (source.get_cudagraph_support(vllm_config, kv_cache_spec) for source in sources)
         return min(levels, key=attrgetter("value"))
 
@@ -754,7 +754,8 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         try:
             object.__setattr__(metadata, "_attention_backend_variant", choice)
         except AttributeError:  # slots: its class must say it
-            named = _class_of_choice(type(metadata), tuple(choice.made.items()))
+            metadata_cls: Any = type(metadata)
+            named = _class_of_choice(metadata_cls, tuple(choice.made.items()))
             object.__setattr__(metadata, "__class__", named)
         return metadata
 

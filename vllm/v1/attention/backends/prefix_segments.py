@@ -377,10 +377,10 @@ class PrefixSegmentsMetadataBuilder:
         starts_cpu = torch.from_numpy(starts.astype(np.int32))
         ends_cpu = torch.from_numpy(segments.end.astype(np.int32))
 
-        def of_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        def of_rows(tensor: Any) -> Any:
             return tensor if tensor is None or rows is None else tensor[rows]
 
-        def of_requests(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        def of_requests(tensor: Any) -> Any:
             return tensor if tensor is None else tensor[request.to(tensor.device)]
 
         return replace(
