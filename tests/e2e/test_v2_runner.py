@@ -45,9 +45,6 @@ ENCODER_BACKEND = "EncoderOnlyAttention_CPUAttentionBackend"
 """What vLLM calls CPU_ATTN where it serves encoder layers."""
 
 
-# ------------------------------------------------- in the process with the interpreter
-
-
 class Asked(NamedTuple):
     """One call of `compute_mm_prefix_ranges` and its answer."""
 
@@ -192,9 +189,6 @@ def lying_pair_of_vllm() -> type[AttentionBackend]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return pair(AttentionBackendEnum.CPU_ATTN.get_class(), module)
-
-
-# ------------------------------------------------------------------------------- tests
 
 
 @dataclass
