@@ -95,10 +95,10 @@ def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
 
 
 def test_loading_twice_changes_nothing() -> None:
-    before = current_platform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
+    before = current_platform.get_attn_backend_cls
     members = list(AttentionBackendEnum.__members__)
     composite_attention.register()
-    assert current_platform.get_attn_backend_cls.__func__ is before  # type: ignore[attr-defined]
+    assert current_platform.get_attn_backend_cls is before  # type: ignore[attr-defined]
     assert list(AttentionBackendEnum.__members__) == members
 
 

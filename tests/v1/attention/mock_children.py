@@ -42,9 +42,6 @@ BLOCK_SIZE = 16
 Answers = Mapping[str, Any]
 
 
-# ---------------------------------------------------------- what children store
-
-
 @dataclass(frozen=True)
 class CacheFormat:
     """Where a block of the cache holds keys and values. Every combination is different.
@@ -86,9 +83,6 @@ ALL_FORMATS = [
         ("packed", "interleaved", "planes"), (False, True), (False, True)
     )
 ]
-
-
-# ------------------------------------------------------------------- the mocks
 
 
 @dataclass(frozen=True)
@@ -433,9 +427,6 @@ def _build_taking(names: Sequence[str]) -> Any:
     return build
 
 
-# ------------------------------------------------------- composites around them
-
-
 def make_routing(
     variant: int = CAUSAL,
     *,
@@ -561,9 +552,6 @@ def make_builder(
 def make_impl(backend: type[AttentionBackend], **impl_args: Any) -> Any:
     """One layer's impl."""
     return MockLayer(backend, **impl_args).impl
-
-
-# ------------------------------------------------------------------------ batches
 
 
 def batch(

@@ -17,8 +17,6 @@ BOTH_MASK = make_routing(masked_variants=(0, 1))
 CAUSAL_MASKS = make_routing(masked_variants=(1,))
 
 
-# ------------------------------------------------------------ both are needed
-
 TRUTH = [(True, True), (True, False), (False, True), (False, False)]
 
 
@@ -83,9 +81,6 @@ def test_device_major_narrows_to_one_major_capability(
     assert composite.supports_compute_capability(DeviceCapability(9, 0)) is supported
 
 
-# ---------------------------------------------------------------- the image mask
-
-
 @pytest.mark.parametrize(
     ("policy", "general", "causal", "supported"),
     [
@@ -108,8 +103,6 @@ def test_image_mask_is_demanded_of_the_children_that_the_policy_names(
     ]
     assert compose(*children, routing_policy=policy).supports_mm_prefix() is supported
 
-
-# ----------------------------------------------------------------- reasons by child
 
 ASKED = inspect.signature(AttentionBackend.validate_configuration).parameters
 CONFIGURATION: dict[str, Any] = {
@@ -284,8 +277,6 @@ def test_combination_asks_only_the_masked_child_about_the_image_mask(
     assert composite.supports_combination(*COMBINATION.values()) == reason
 
 
-# ------------------------------------------------------------------- block sizes
-
 Sizes = Sequence[int | MultipleOf]
 
 
@@ -388,8 +379,6 @@ def test_a_child_without_a_list_of_block_sizes_takes_any() -> None:
     composite = compose(make_child("GENERAL", block_sizes=[]), make_child("CAUSAL"))
     assert composite.get_supported_kernel_block_sizes() == [MultipleOf(16)]
 
-
-# ------------------------------------------------------------ layouts and cache specs
 
 HEADS, TOKENS, BLOCKS = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC
 

@@ -52,9 +52,6 @@ def child_builder(builder: Any, variant: int) -> Any:
     return builder.build(0, batch(*TEXT_BATCH))
 
 
-# ---------------------------------------------------------------------- construction
-
-
 @pytest.mark.parametrize("place", EITHER)
 @pytest.mark.parametrize("asking", [{GENERAL}, {CAUSAL}, {GENERAL, CAUSAL}], ids=str)
 def test_block_table_width_goes_only_to_a_child_that_asks(asking: set[int], place: int) -> None:
@@ -99,8 +96,6 @@ def test_reorder_threshold_is_the_smaller(
     )
     assert make_builder(composite).reorder_batch_threshold == threshold
 
-
-# --------------------------------------------------------------------------- graphs
 
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 SINGLE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
@@ -162,9 +157,6 @@ def test_where_only_single_token_decodes_are_constant_no_longer_graph_is_offered
     )
     longest = composite.get_builder_cls().get_varlen_cudagraph_max_query_len(make_config(), SPEC)
     assert longest in (None, 1)
-
-
-# ---------------------------------------------------------------- one build per batch
 
 
 def build(builder: Any) -> Any:
@@ -264,9 +256,6 @@ def test_build_hands_on_prefix_length_batch_and_haste(fast_build: bool) -> None:
     assert children[CAUSAL].called("build") == [Call("build", (5, common, fast_build))]
 
 
-# ------------------------------------------------------------- extra arguments of build
-
-
 @pytest.mark.parametrize("variant", EITHER)
 def test_extra_arguments_of_build_reach_a_child_that_takes_them(variant: int) -> None:
     _, builder = routed(variant, build_takes=["num_accepted_tokens"])
@@ -298,9 +287,6 @@ def test_a_child_that_takes_any_argument_of_build_gets_all() -> None:
     _, builder = routed(CAUSAL, builder={"build": build_anything})
     metadata = builder.build(0, batch(*TEXT_BATCH), num_accepted_tokens=3, prefix_sums=4)
     assert metadata.extras == {"num_accepted_tokens": 3, "prefix_sums": 4}
-
-
-# ---------------------------------------------------------------------------- drafting
 
 
 def build_draft(self: Any, common_attn_metadata: Any, draft_index: int) -> Any:
@@ -342,8 +328,6 @@ def test_draft_metadata_is_updated_by_the_child_that_built_it(variant: int, plac
     expected = [Call("update_draft_decode_metadata", (metadata,))] if place == variant else []
     assert children[place].called("update_draft_decode_metadata") == expected
 
-
-# ---------------------------------------------------------------------- block tables
 
 TABLE, SLOTS = torch.tensor([[7]], dtype=torch.int32), torch.arange(8)
 
@@ -422,9 +406,6 @@ def test_reused_metadata_objects_keep_each_childs_variant() -> None:
         builder.routing.variant = variant
         built.append(build(builder))
     assert [m._attention_backend_variant for m in built] == [CAUSAL, GENERAL, CAUSAL, GENERAL]
-
-
-# --------------------------------------------------------------------------- workspace
 
 
 def workspace_builder(general: bool, causal: bool) -> Any:

@@ -70,8 +70,6 @@ def ask(interface: str, composite: Any, hook: str, args: tuple[Any, ...], on: st
     return answer(*args) if callable(answer) else answer
 
 
-# ------------------------------------------------------------------ yes or no
-
 Combine = Callable[[bool, bool], bool]
 TRUTH = [(True, True), (True, False), (False, True), (False, False)]
 
@@ -183,8 +181,6 @@ def test_composite_is_of_no_kind_that_its_children_may_not_be(hook: str) -> None
     assert ask("backend", composite_of("backend", {}, {}), hook, (), "class") is False
 
 
-# ------------------------------------------------------------------- other answers
-
 LAYOUTS = KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
 OTHER_SPEC = MockLayer(head_size=96).get_kv_cache_spec()
 COMBINATION = (64, torch.float32, "auto", 16, False, False, False, False, DeviceCapability(9, 0))
@@ -259,8 +255,6 @@ def test_preferred_block_size_suits_both_children() -> None:
     assert composite.get_preferred_block_size(16) == 96
 
 
-# --------------------------------------------------------------- completeness
-
 TESTED_APART = {
     "backend": {
         # test_composite_factory
@@ -324,15 +318,3 @@ def test_expected_answer_is_not_the_base_classs_default(
     interface: str, hook: str, args: tuple[Any, ...], general: Any, causal: Any, expected: Any
 ) -> None:
     assert expected != default_answer(interface, hook, args)
-
-
-@pytest.mark.parametrize(
-    ("interface", "hook", "args", "combine"),
-    [flag for flag in FLAGS if flag[3] is not never],
-    ids=[i for i, flag in zip(FLAG_IDS, FLAGS, strict=True) if flag[3] is not never],
-)
-def test_some_expected_flag_is_not_the_base_classs_default(
-    interface: str, hook: str, args: tuple[Any, ...], combine: Combine
-) -> None:
-    default = default_answer(interface, hook, args)
-    assert {combine(general, causal) for general, causal in TRUTH} - {default}

@@ -32,8 +32,6 @@ def metadata_for(variant: int | None) -> Any:
     return None if variant is None else SimpleNamespace(_attention_backend_variant=variant)
 
 
-# ------------------------------------------------------------------- construction
-
 IMPL_ARGS = (4, 64, 0.125, 2, [0.5] * 4, 128, "fp8", 30.0, "decoder", "layers.0")
 IMPL_NAMES = list(inspect.signature(AttentionImpl.__init__).parameters)[1 : 1 + len(IMPL_ARGS)]
 
@@ -64,8 +62,6 @@ def test_impl_variants_are_both_childrens_the_general_first() -> None:
     variants = make_impl(compose(*children)).get_impl_variants()
     assert [type(v) for v in variants] == [child.get_impl_cls() for child in children]
 
-
-# ------------------------------------------------------------------ batch by batch
 
 VARIANTS = [pytest.param(None, GENERAL, id="no metadata"), (GENERAL, GENERAL), (CAUSAL, CAUSAL)]
 
@@ -121,8 +117,6 @@ def test_only_the_batchs_impl_is_prepared(variant: int | None, chosen: int, plac
     assert children[place].called("prepare_for_batch") == expected
 
 
-# ------------------------------------------------------------- storage and weights
-
 WRITERS = [
     "do_kv_cache_update",
     "do_rope_and_kv_cache_update",
@@ -165,8 +159,6 @@ def test_set_up_is_done_by_both_children(hook: str, args: tuple[Any, ...], place
     getattr(make_impl(compose(*children)), hook)(*args)
     assert children[place].called(hook) == [Call(hook, args)]
 
-
-# ---------------------------------------------------------------------- attributes
 
 ATTRIBUTES: list[tuple[str, Any]] = [
     ("num_heads", 4),
@@ -257,9 +249,6 @@ def test_an_attribute_that_only_the_causal_child_has_is_there() -> None:
 
 def test_an_attribute_that_neither_child_has_is_not_there() -> None:
     assert not hasattr(make_impl(compose(*pair())), "some_new_attribute")
-
-
-# --------------------------------------------------------------------- end to end
 
 
 @pytest.mark.parametrize("variant", EITHER)

@@ -15,9 +15,13 @@ PREFILL, DECODE = 0, 1
 SPECULATIVE_TOKENS = 3
 
 
-def config(*, speculative: bool = False, **layer: Any) -> Any:
+def config(*, speculative: bool = False, masks_images: bool = True, **layer: Any) -> Any:
     tokens = SimpleNamespace(num_speculative_tokens=SPECULATIVE_TOKENS) if speculative else None
-    return make_config({"layer": MockLayer(**layer)}, speculative_config=tokens)
+    return make_config(
+        {"layer": MockLayer(**layer)},
+        speculative_config=tokens,
+        model_config=SimpleNamespace(is_mm_prefix_lm=masks_images),
+    )
 
 
 def select(
@@ -29,8 +33,8 @@ def select(
     **layer: Any,
 ) -> int:
     policy = PrefillDecodeAttentionRouting(["layer"], config(speculative=speculative, **layer))
-    phases = {} if prefilling is None else {"is_prefilling": torch.tensor(prefilling)}
-    return policy.select(batch(requests, images, **phases))
+    phases = None if prefilling is None else torch.tensor(prefilling)
+    return policy.select(batch(requests, images, is_prefilling=phases))
 
 
 def support(**how: Any) -> AttentionCGSupport:
@@ -96,8 +100,12 @@ def test_with_speculative_tokens_only_graphs_of_single_queries_are() -> None:
     assert support(speculative=True) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-def test_behind_an_unclamped_window_no_graph_is() -> None:
+def test_where_images_come_to_an_unclamped_window_no_graph_is() -> None:
     assert support(sliding_window=8) is AttentionCGSupport.NEVER
+
+
+def test_a_text_models_sliding_window_keeps_its_graphs() -> None:
+    assert support(sliding_window=8, masks_images=False) is AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize("speculative", [False, True])

@@ -205,8 +205,6 @@ def test_random_batches_behind_an_unclamped_window_go_causal_only_where_the_dens
             assert not masks_differ(requests, images, window, clamped=False), (requests, images)
 
 
-# ------------------------------------------------------------------ the policy
-
 FULL: dict[str, Any] = {"sliding_window": None}
 CLAMPED = {"sliding_window": 4, "mm_prefix_clamp_sliding_window": True}
 UNCLAMPED = {"sliding_window": 4, "mm_prefix_clamp_sliding_window": False}

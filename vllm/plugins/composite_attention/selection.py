@@ -2,6 +2,7 @@
 """Where vLLM chooses an attention backend, and the composites that it may choose now."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,11 @@ WHOLE_IMAGE_SCHEDULER = "vllm.plugins.composite_attention.scheduling.WholeImageS
 
 def register() -> None:
     """Make the composites' names known and wrap the platform's choice, each only once."""
-    for name, path in COMPOSITES.items():
-        member(name, path)
+    _register_names()
     for variable in VARIABLES:  # vLLM warns of variables with its prefix that it does not know
         envs.environment_variables.setdefault(variable, functools.partial(os.environ.get, variable))
     AttentionBackendEnum.__reduce_ex__ = _reduce_by_name  # type: ignore[assignment, method-assign]
-    _wrap_method(EngineArgs, "create_engine_config", _with_environment)
+    _wrap(EngineArgs, "create_engine_config", _with_environment)
     platform = type(current_platform)
     if current_platform.is_cpu():
         _wrap(platform, "check_and_update_config", _keep_images_whole)
@@ -57,10 +57,17 @@ def _is_ours(backend: Any) -> bool:
 
 
 def member(name: str, path: str) -> AttentionBackendEnum:
-    """The registry's member of this name, registered first if need be."""
+    """The registry's member of this name, in a process that may not have loaded plugins yet."""
+    _register_names()
     if name not in AttentionBackendEnum.__members__:
         register_backend(name, path)
     return AttentionBackendEnum[name]
+
+
+def _register_names() -> None:
+    for name, path in COMPOSITES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
 
 
 def asked_by_environment() -> AttentionBackendEnum | None:
@@ -96,30 +103,19 @@ def _with_environment(stock: Callable[..., Any], arguments: Any, *args: Any, **k
     return stock(arguments, *args, **kwargs)
 
 
-def _wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of `owner` by `around`, which gets the stock one first."""
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of `owner`, or its class method, by `around`, which gets the stock one
+    first; once."""
     stock = getattr(owner, name)
-    if hasattr(stock, "__wrapped__"):
+    if hasattr(stock, "_of_composite_attention"):
         return
 
     @functools.wraps(stock)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(stock, self, *args, **kwargs)
-
-    setattr(owner, name, wrapper)
-
-
-def _wrap(platform: Any, hook: str, around: Callable[..., Any]) -> None:
-    """Replace a class method of the platform by `around`, which gets the stock one first."""
-    stock = getattr(platform, hook)
-    if hasattr(stock, "__wrapped__"):
-        return
-
-    @functools.wraps(stock)
-    def wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(stock, *args, **kwargs)
 
-    setattr(platform, hook, classmethod(wrapper))
+    wrapper._of_composite_attention = True  # type: ignore[attr-defined]
+    setattr(owner, name, staticmethod(wrapper) if inspect.ismethod(stock) else wrapper)
 
 
 def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
@@ -132,6 +128,8 @@ def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
     scheduler.disable_chunked_mm_input = True
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = WHOLE_IMAGE_SCHEDULER
+        # A request whose image is longer would wait for ever while another one runs.
+        scheduler.long_prefill_token_threshold = 0
         logger.info_once("Image tokens of this model attend both ways: each image in one step.")
     elif scheduler.scheduler_cls != WHOLE_IMAGE_SCHEDULER:
         logger.warning_once(
@@ -218,7 +216,8 @@ def _reasons_against(backend: AttentionBackendEnum, config: Any) -> list[str]:
 
 
 def _runs_on_cpu(backend: AttentionBackendEnum) -> bool:
-    if _is_ours(backend):
-        return True  # its children are asked
+    path = backend.get_path()
+    if not path.startswith("vllm.") or _is_ours(backend):
+        return True  # somebody's own, or a composite, whose children are asked
     interpreted = HAS_TRITON and backend.name.startswith("TRITON_ATTN")
     return interpreted or backend.name.startswith(("CPU_", "AMX_"))

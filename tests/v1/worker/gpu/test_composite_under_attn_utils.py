@@ -89,9 +89,6 @@ def workspaces(runner: Runner, kv_group: int, group: int = 0, microbatch: int = 
     return [child.workspace.data_ptr() for child in getattr(builder, "children", [builder])]
 
 
-# -------------------------------------------------------------- init_attn_backend
-
-
 def test_composite_and_plain_layers_of_one_kv_group_get_groups_of_their_own() -> None:
     composite, plain = compose(*pair()), make_child("PLAIN")
     runner = Runner({"a": MockLayer(composite), "b": MockLayer(plain), "c": MockLayer(composite)})
@@ -130,9 +127,6 @@ def test_kv_groups_keep_the_engine_s_order() -> None:
         [plain],
         [composite],
     ]
-
-
-# ------------------------------------------------------------------ graph support
 
 
 def test_graph_support_is_this_project_s_class() -> None:
@@ -186,9 +180,6 @@ def test_composite_is_named_as_needing_exact_host_query_lengths() -> None:
     assert unsupported == "MockComposite"
 
 
-# -------------------------------------------------------------- workspace sharing
-
-
 def test_composite_s_workspace_goes_to_its_neighbour() -> None:
     composite = MockLayer(compose(*pair(workspace=True)))
     runner = Runner({"a": composite}, {"b": MockLayer(make_child("PLAIN", workspace=True))})
@@ -219,9 +210,6 @@ def test_composite_without_workspaces_does_not_end_the_sharing_between_others() 
         {"c": MockLayer(sharing[1])},
     )
     assert workspaces(runner, 1) == workspaces(runner, 2)
-
-
-# -------------------------------------------------------------- build_attn_metadata
 
 
 @pytest.fixture(name="runner")
@@ -290,9 +278,6 @@ def test_ranges_of_the_runner_s_requests_reach_the_routing(runner: Runner) -> No
     assert routed == ["GENERAL", "CAUSAL"]
 
 
-# ---------------------------------------------------------------- microbatching
-
-
 def test_each_microbatch_has_builders_of_its_own() -> None:
     runner = Runner({"a": MockLayer(compose(*pair()))}, microbatches=3)
     builders = [runner.builder(microbatch=number) for number in range(3)]
@@ -327,9 +312,6 @@ def test_microbatch_is_built_by_its_own_builder(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(builder, "build", lambda *_, number=number, **__: used.append(number))
     runner.build(batch(*TEXT_BATCH), ubatch_idx=1)
     assert used == [1]
-
-
-# ------------------------------------------------------------------- the runner
 
 
 def test_runner_s_model_state_calls_this_project_s_ranges() -> None:

@@ -179,9 +179,6 @@ def mixed(num_blocks: int = 3, **both: Any) -> Allocation:
     return Allocation([Layer("k", KVFirst, **both), Layer("b", BlocksFirst, **both)], num_blocks)
 
 
-# ------------------------------------------------------------------- aligned
-
-
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize("kernel_blocks", [(8, 8), (4, 4), (8, 2), (2, 8)], ids=str)
 @pytest.mark.parametrize(
@@ -375,9 +372,6 @@ def test_backend_is_asked_with_the_cache_dtype() -> None:
     assert dtypes == ["fp8_e5m2"]
 
 
-# ---------------------------------------------------------------- left alone
-
-
 def is_unchanged_by(action: Any, *allocations: Allocation) -> bool:
     before = geometry(*allocations)
     action()
@@ -459,9 +453,6 @@ def test_allocation_without_blocks_is_left_alone() -> None:
 
 def test_nothing_to_align_is_no_error() -> None:
     assert is_unchanged_by(align)
-
-
-# ------------------------------------------------------------------- refused
 
 
 REFUSED = {
@@ -614,9 +605,6 @@ def test_kv_first_views_that_part_k_and_v_differently_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="l keeps K and V at another distance"):
         align(allocation)
-
-
-# -------------------------------------------------------- one view by itself
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 1, 4), (3, 1, 2), (2, 2)], ids=str)

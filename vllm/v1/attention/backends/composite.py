@@ -11,15 +11,15 @@ that need more than a table can say.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.plugins.composite_attention.engine import run_engine_file, unsupported_reason
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -28,197 +28,26 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.storage_proof import prove_one_storage
+from vllm.v1.attention.backends.composite_routing import (
+    CAUSAL,
+    GENERAL,
+    CompositeAttentionRouting,
+    MMPrefixAttentionRouting,
+    PrefillDecodeAttentionRouting,
+    requires_mm_prefix,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-GENERAL, CAUSAL = 0, 1
-
-
-# ------------------------------------------------------------------ routing
-
-
-def requires_mm_prefix(
-    metadata: CommonAttentionMetadata, *, unclamped_window: bool = False
-) -> bool:
-    """Whether any query of this batch sees a key that the causal mask hides.
-
-    Request `i` has its queries at positions `begin .. end-1`, where `end` is
-    `seq_lens_cpu_upper_bound[i]` (exact for prefill) and `begin = end - query_len`. Its image
-    ranges `mm_req_doc_ranges[i]` are inclusive absolute `(start, stop)`; one with
-    `start >= stop` never counts. A range needs the mask if `start < end - 1` and
-    `stop > begin`: then some scheduled query lies before some key of its image. A single
-    query has no key after it, so decodes and images wholly in the past never need it.
-
-    Args:
-        metadata: the batch; only host tensors are read.
-        unclamped_window: the layers have a sliding window that image ranges are not clamped
-            to. The mask then also reveals keys *behind* the window, so that a single query
-            inside an image counts too: the test becomes `start < end` and `stop >= begin`.
-
-    Raises:
-        ValueError: there are ranges but no `seq_lens_cpu_upper_bound`.
-    """
-    ranges = metadata.mm_req_doc_ranges
-    if not ranges or not any(ranges.values()):
-        return False
-    if metadata.seq_lens_cpu_upper_bound is None:
-        raise ValueError(
-            "The batch has image ranges but no seq_lens_cpu_upper_bound, without which the "
-            "positions of its queries are unknown on the host. The model runner must set it "
-            "in CommonAttentionMetadata."
-        )
-    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-    requests = np.flatnonzero(query_lens > (0 if unclamped_window else 1))
-    index, start, stop = flatten_image_ranges(ranges, requests)
-    end = metadata.seq_lens_cpu_upper_bound.numpy()[index]
-    begin = end - query_lens[index]
-    if unclamped_window:
-        revealing = (start < end) & (stop >= begin)
-    else:
-        revealing = (start < end - 1) & (stop > begin)
-    return bool(np.any(revealing & (start < stop)))
-
-
-def flatten_image_ranges(
-    ranges: Mapping[int, Sequence[tuple[int, int]]], requests: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The image ranges of `requests` as three int64 arrays with one entry a range: the index
-    of its request, its start and its stop."""
-    lists = list(map(ranges.get, requests.tolist(), repeat(())))
-    counts = np.fromiter(map(len, lists), np.int64, len(lists))  # type: ignore[arg-type]
-    bounds = chain.from_iterable(chain.from_iterable(lists))  # type: ignore[arg-type]
-    flat = np.fromiter(bounds, np.int64, 2 * int(counts.sum()))
-    return np.repeat(requests, counts), flat[0::2], flat[1::2]
-
-
-def has_unclamped_window(layer: object) -> bool:
-    """Whether an attention layer has a sliding window but does not clamp image ranges to it."""
-    return getattr(layer, "sliding_window", None) is not None and not getattr(
-        layer, "mm_prefix_clamp_sliding_window", False
-    )
-
-
-class CompositeAttentionRouting(Protocol):
-    """Which child serves a batch. One policy object is made per metadata builder."""
-
-    capture_variant: ClassVar[int]
-    """The child used in graph capture; `select` must return it for every batch that the
-    level of `get_cudagraph_support` allows to be replayed."""
-
-    def __init__(self, layer_names: list[str], vllm_config: VllmConfig) -> None:
-        """`layer_names` are the attention layers of the builder's group."""
-
-    def select(self, metadata: CommonAttentionMetadata) -> int:
-        """The variant for this batch: 0 the first (general) child, 1 the second (causal)."""
-        ...
-
-    @staticmethod
-    def get_cudagraph_support(
-        vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
-    ) -> AttentionCGSupport:
-        """The level up to which routing cannot change between capture and replay."""
-        ...
-
-    @staticmethod
-    def variant_uses_mm_prefix(variant: int) -> bool:
-        """Whether this child is given batches whose image mask it must apply."""
-        ...
-
-
-class MMPrefixAttentionRouting(CompositeAttentionRouting):
-    """Batches whose current queries need the image mask to the general child, others causal."""
-
-    capture_variant: ClassVar[int] = CAUSAL
-
-    def __init__(self, layer_names: list[str], vllm_config: VllmConfig) -> None:
-        self.unclamped_window = any(
-            map(has_unclamped_window, attention_layers(vllm_config, layer_names))
-        )
-
-    def select(self, metadata: CommonAttentionMetadata) -> int:
-        masked = requires_mm_prefix(metadata, unclamped_window=self.unclamped_window)
-        return GENERAL if masked else CAUSAL
-
-    @staticmethod
-    def get_cudagraph_support(
-        vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
-    ) -> AttentionCGSupport:
-        # Behind an unclamped window even a decode can need the mask; elsewhere only batches
-        # of single queries are sure never to.
-        if any(map(has_unclamped_window, attention_layers(vllm_config))):
-            return AttentionCGSupport.NEVER
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
-    @staticmethod
-    def variant_uses_mm_prefix(variant: int) -> bool:
-        return variant == GENERAL
-
-
-class PrefillDecodeAttentionRouting(CompositeAttentionRouting):
-    """Batches with a prefill in them to the general child, pure decodes to the causal child.
-
-    Verification of speculative tokens is decoding. A prefill is told from it by `is_prefilling`,
-    since both may have `1 + num_speculative_tokens` queries; an engine that does not say has every
-    longer request taken for a prefill.
-    """
-
-    capture_variant: ClassVar[int] = CAUSAL
-
-    def __init__(self, layer_names: list[str], vllm_config: VllmConfig) -> None:
-        self.unclamped_window = any(
-            map(has_unclamped_window, attention_layers(vllm_config, layer_names))
-        )
-        self.decode_query_len = 1 + _num_speculative_tokens(vllm_config)
-
-    def select(self, metadata: CommonAttentionMetadata) -> int:
-        # A request of one query is a decode whatever its phase: graphs of decodes replay it.
-        if metadata.max_query_len > 1:
-            query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-            if metadata.is_prefilling is None:
-                prefills = query_lens > self.decode_query_len
-            else:
-                num_rows = len(metadata.is_prefilling)
-                prefills = metadata.is_prefilling.numpy() & (query_lens[:num_rows] > 1)
-            if prefills.any():
-                return GENERAL
-        masked = requires_mm_prefix(metadata, unclamped_window=self.unclamped_window)
-        return GENERAL if masked else CAUSAL
-
-    @staticmethod
-    def get_cudagraph_support(
-        vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
-    ) -> AttentionCGSupport:
-        # Behind an unclamped window a single query may need the mask. With speculative tokens the
-        # runners replay a graph of uniform decodes also for prefills of that length.
-        if any(map(has_unclamped_window, attention_layers(vllm_config))):
-            return AttentionCGSupport.NEVER
-        if _num_speculative_tokens(vllm_config):
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return AttentionCGSupport.UNIFORM_BATCH
-
-    @staticmethod
-    def variant_uses_mm_prefix(variant: int) -> bool:
-        return variant == GENERAL
-
-
-def _num_speculative_tokens(vllm_config: VllmConfig) -> int:
-    speculative = getattr(vllm_config, "speculative_config", None)
-    return (speculative and speculative.num_speculative_tokens) or 0
-
-
-def attention_layers(
-    vllm_config: VllmConfig, layer_names: Iterable[str] | None = None
-) -> Iterable[Any]:
-    """The model's attention layers, or those of the given names that it has."""
-    layers = vllm_config.compilation_config.static_forward_context
-    return (
-        layers.values()
-        if layer_names is None
-        else [layers[name] for name in layer_names if name in layers]
-    )
-
-
-# ------------------------------------------------------- how hooks combine
+__all__ = [
+    "CompositeAttentionBackend",
+    "CompositeAttentionImpl",
+    "CompositeAttentionMetadataBuilder",
+    "CompositeAttentionRouting",
+    "MMPrefixAttentionRouting",
+    "PrefillDecodeAttentionRouting",
+    "create_composite_attention_backend",
+    "requires_mm_prefix",
+]
 
 
 class Rule(Enum):
@@ -233,7 +62,7 @@ class Rule(Enum):
     BY_BATCH = "done by the child that the batch's metadata names"
     REFUSE = "no, whatever the children say"
     OWN = "written out in the class below"
-    DERIVED = "vLLM's base class derives it from hooks ruled here"
+    DERIVED = "vLLM's base class answers it, from hooks ruled here or from the process group"
 
 
 ALL, ANY, INTERSECT, OF_GENERAL, OF_CAUSAL, BOTH, BY_BATCH, REFUSE, OWN, DERIVED = Rule
@@ -387,9 +216,6 @@ def ruled_by(rules: dict[str, Rule]) -> Callable[[T], T]:
     return decorate
 
 
-# ---------------------------------------------------------------- backend
-
-
 @ruled_by(BACKEND_RULES)
 class CompositeAttentionBackend(AttentionBackend):
     """The backend class of a composite; the factory binds the attributes below."""
@@ -455,10 +281,9 @@ class CompositeAttentionBackend(AttentionBackend):
         general, causal = (
             _kernel_block_sizes(child, kv_cache_spec) for child in cls.child_classes()
         )
-        sizes: list[int | MultipleOf] = list(cls.kernel_block_sizes) or general
         if cls.kernel_block_sizes:
-            sizes = _common_block_sizes(sizes, general)
-        return _common_block_sizes(sizes, causal)
+            general = _common_block_sizes(cls.kernel_block_sizes, general)
+        return _common_block_sizes(general, causal)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -560,6 +385,8 @@ def _kernel_block_sizes(
         sizes = child.get_supported_kernel_block_sizes()
     else:
         sizes = child.get_supported_kernel_block_sizes(kv_cache_spec)
+    if not sizes and issubclass(child, CompositeAttentionBackend):
+        return []  # nothing in common; elsewhere an empty list admits any size
     return sizes or [MultipleOf(1)]
 
 
@@ -577,9 +404,6 @@ def _common_block_size(a: int | MultipleOf, b: int | MultipleOf) -> int | Multip
         a, b = b, a
     fits = a % b.base == 0 if isinstance(b, MultipleOf) else a == b  # type: ignore[operator]
     return a if fits else None
-
-
-# ------------------------------------------------------------------- impl
 
 
 @ruled_by(IMPL_RULES)
@@ -655,21 +479,19 @@ class CompositeAttentionImpl(AttentionImpl):
         self.get_impl_for_metadata(attn_metadata).prepare_for_batch(attn_metadata)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "children" or name.startswith("__"):
+        # A ruled hook that its child lacks is not to be answered by the other one.
+        if name == "children" or name.startswith("__") or name in IMPL_RULES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         child = next((c for c in self.children if hasattr(c, name)), self.children[GENERAL])
         return getattr(child, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         children = self.__dict__.get("children", ())
-        if not children or IMPL_RULES.get(name, DERIVED) is not DERIVED or name in self.__dict__:
+        ruled = IMPL_RULES.get(name, DERIVED) is not DERIVED
+        if ruled or not children or name in self.__dict__:
             super().__setattr__(name, value)
-        if IMPL_RULES.get(name, DERIVED) is DERIVED:
-            for child in children:
-                setattr(child, name, value)
-
-
-# ---------------------------------------------------------------- builder
+        for child in () if ruled else children:
+            setattr(child, name, value)
 
 
 @ruled_by(BUILDER_RULES)
@@ -693,6 +515,8 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
+        *,
+        block_table_width: int | None = None,
         **extras: Any,
     ) -> None:
         """Build both children's builders; `block_table_width` goes only to one that asks for it.
@@ -701,7 +525,7 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             ValueError: the children store keys and values differently (`storage_proof`).
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        width = {name: extras.pop(name) for name in ("block_table_width",) if name in extras}
+        width = {} if block_table_width is None else {"block_table_width": block_table_width}
         general, causal = (
             builder_cls(
                 kv_cache_spec,
@@ -719,6 +543,8 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         self.reorder_batch_threshold = min((t for t in thresholds if t is not None), default=None)
         if all(hasattr(child, "_get_workspace_buffer") for child in self.children):
             self.set_workspace_buffer(self._get_workspace_buffer())
+        from vllm.v1.attention.backends.storage_proof import prove_one_storage
+
         prove_one_storage(
             self.backend_cls, kv_cache_spec, layer_names, vllm_config, device, self.children
         )
@@ -843,9 +669,6 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-# ---------------------------------------------------------------- factory
-
-
 def create_composite_attention_backend(
     general_backend: type[AttentionBackend],
     causal_backend: type[AttentionBackend],
@@ -942,3 +765,8 @@ def _refuse_child(child: type[AttentionBackend], composite: str) -> None:
                 f"{child.get_name()} cannot be a child of {composite}: it is a {kind} "
                 "backend, and composites join backends of ordinary attention only."
             )
+
+
+if unsupported_reason() is not None:
+    # Beside an engine that this version does not know, its own file of this name takes over.
+    run_engine_file(Path(__file__).parent.with_suffix(".py"), globals())

@@ -65,6 +65,7 @@ class CPUSegmentsMetadataBuilder(PrefixSegmentsMetadataBuilder):
 CPUSegmentsBackend = create_prefix_segments_backend(
     CPUChildBackend,
     name="CPUSegmentsBackend",
+    backend_name="CPU_ATTN with segments",
     module=__name__,
     builder=CPUSegmentsMetadataBuilder,
 )

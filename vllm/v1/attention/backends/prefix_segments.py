@@ -23,14 +23,13 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends.composite import (
+from vllm.v1.attention.backends.composite_routing import (
+    MMPrefixAttentionRouting,
     attention_layers,
     flatten_image_ranges,
     has_unclamped_window,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
-
-# --------------------------------------------------------------- the split
 
 
 class Segments(NamedTuple):
@@ -150,7 +149,8 @@ def _cut_to_window(images: _Images, sliding_window: int, clamped: bool) -> _Imag
     right by `shift`, the distance of its last query from the image's last key; a window of
     `shift + sliding_window` moves the left bound back to where it was, and reaches `end` on
     the right as long as the piece has no more rows than that. So pieces double in length
-    towards the image's start, and their number grows with its logarithm.
+    towards the image's start, and their number grows with its logarithm: with a window of 8, an
+    image at 0..19 is cut into queries 12..19 with window 8 and 0..11 with window 16.
 
     Unclamped, queries more than the window behind the image's start see the image from its
     start, a bound that does not move with them: those are pieces of one query.
@@ -177,9 +177,6 @@ def _cut_to_window(images: _Images, sliding_window: int, clamped: bool) -> _Imag
         pieces.append(rolling._replace(first=first, window=window))
         rolling = rolling._replace(last=first - 1)
     return _Images(*map(np.concatenate, zip(*pieces, strict=True)))
-
-
-# ------------------------------------------------------------- the adapter
 
 
 class ImageMask(NamedTuple):
@@ -244,6 +241,8 @@ class PrefixSegmentsImpl:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Attend `query` (num_tokens, num_heads, head_size) over `kv_cache`, into `output` of the
+        same shape; `key` and `value` (num_tokens, num_kv_heads, head_size) are in the cache."""
         scales = (output_scale, output_block_scale)
         if not isinstance(attn_metadata, PrefixSegmentsMetadata):
             forward = super().forward  # type: ignore[misc]
@@ -289,11 +288,9 @@ class PrefixSegmentsMetadataBuilder:
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Single-token decodes are never cut, unless behind an unclamped window."""
-        if any(map(has_unclamped_window, attention_layers(vllm_config))):
-            return AttentionCGSupport.NEVER
+        """The child's, as far as the image mask leaves batches uncut."""
         child = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        uncut = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        uncut = MMPrefixAttentionRouting.get_cudagraph_support(vllm_config, kv_cache_spec)
         return min(child, uncut, key=lambda level: level.value)
 
     def build(
@@ -433,6 +430,7 @@ def create_prefix_segments_backend(
     child: type[AttentionBackend],
     *,
     name: str,
+    backend_name: str,
     module: str,
     builder: type[PrefixSegmentsMetadataBuilder] = PrefixSegmentsMetadataBuilder,
 ) -> type[AttentionBackend]:
@@ -442,6 +440,7 @@ def create_prefix_segments_backend(
         child: a backend whose kernel takes a causal flag per request, as a tensor in
             `CommonAttentionMetadata.causal`, and whose window is symmetric without causality.
         name: the class's name; `module` must hold it under this name for it to be pickled.
+        backend_name: what messages call it; no member of the registry, since it is a child only.
         module: the class's `__module__`.
         builder: the mixin to put before the child's builder, for a child that needs its own.
     """
@@ -456,6 +455,7 @@ def create_prefix_segments_backend(
         "",
         PrefixSegmentsBackend,
         child,
+        get_name=staticmethod(lambda: backend_name),
         get_impl_cls=staticmethod(lambda: impl_cls),
         get_builder_cls=staticmethod(lambda: builder_cls),
     )

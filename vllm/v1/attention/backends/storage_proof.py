@@ -39,7 +39,7 @@ def prove_one_storage(
     layer_names: list[str],
     vllm_config: VllmConfig,
     device: torch.device,
-    builders: Iterable[Any] = (),
+    builders: Iterable[Any],
 ) -> None:
     """Prove that both children of a composite store keys and values alike; once per pair, cache
     dtype, head size, head count and block size.
@@ -70,6 +70,7 @@ def prove_one_storage(
     layer: Any = next(iter(layers.values()), None)
     if layer is None or not hasattr(layer.impl, "children"):
         return
+    layout = _layout(backend, vllm_config)
     case = (
         *backend.child_classes(),
         kv_cache_spec.dtype,
@@ -77,22 +78,32 @@ def prove_one_storage(
         kv_cache_spec.head_size,
         kv_cache_spec.num_kv_heads,
         kv_cache_spec.block_size,
+        layout,
+        device.type,
     )
     if case in _proven:
         return
-    layout = _layout(backend, vllm_config)
-    difference = _first_difference(layer, kv_cache_spec, layout, device, tuple(builders))
+    try:
+        difference = _first_difference(layer, kv_cache_spec, layout, device, tuple(builders))
+        found = "they store keys and values differently, so each would read the other's as"
+        found += f" something else. {difference}"
+    except UnprovableError as error:
+        difference = str(error)
+        found = f"that they store keys and values alike could not be shown. {difference}"
     if difference is not None:
-        general, causal = (child.get_name() for child in backend.child_classes())
+        names = " and ".join(child.get_name() for child in backend.child_classes())
         raise ValueError(
-            f"{general} and {causal} cannot share a KV cache: they store keys and values "
-            f"differently, so each would read the other's as something else. {difference} "
+            f"{names} cannot share a KV cache: {found} "
             f"(cache dtype {kv_cache_spec.dtype}, head size {kv_cache_spec.head_size}, "
             f"{kv_cache_spec.num_kv_heads} KV heads, blocks of {kv_cache_spec.block_size} "
             f"tokens, layout {layout.name}). Choose another pair, or set {SWITCH}=0 to join "
             "them unproven."
         )
     _proven.add(case)
+
+
+class UnprovableError(Exception):
+    """Neither kind of proof can be carried out here."""
 
 
 def _layout(backend: Any, vllm_config: VllmConfig) -> KVCacheLayout:
@@ -141,11 +152,11 @@ def _first_difference(
     if len(written) == 2:
         return _first_different_byte(*written)
     if not written:
-        return "Neither child's KV cache writer can be called here."
+        raise UnprovableError("Neither child's KV cache writer can be called here.")
     try:
         return _reads_differently(layer, builders, key, value, written[0], block_table, slots)
     except Exception as error:
-        return f"Attending over a scratch cache failed: {error}."
+        raise UnprovableError(f"Attending over a scratch cache failed: {error}.") from error
 
 
 def _writes(
@@ -170,7 +181,7 @@ def _first_different_byte(written: torch.Tensor, other: torch.Tensor) -> str | N
     if len(differs) == 0:
         return None
     at = differs[0].tolist()
-    axes = ", ".join(f"{axis} {i}" for axis, i in zip(_AXES[-len(at) :], at, strict=False))
+    axes = ", ".join(f"{axis} {i}" for axis, i in zip(_AXES, at, strict=True))
     return (
         f"Of {ours.numel()} bytes {len(differs)} differ, first at {axes}: "
         f"{int(ours[tuple(at)])} against {int(theirs[tuple(at)])}"

@@ -7,7 +7,6 @@ by its public name, and finds our `AttentionCGSupportInfo`, `compute_mm_prefix_r
 `_align_mixed_attention_kv_cache_views` where vLLM's own would have been.
 """
 
-import ast
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ if not Path(__file__).parent.with_suffix(".py").is_file():
 
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
+from vllm.plugins.composite_attention.engine import is_too_new, run_engine_file
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
@@ -61,18 +61,9 @@ _DEFINED_HERE = {
 }
 
 
-def _run_engine_file(path: Path) -> None:
-    """Run vLLM's file in this namespace, under its own path and line numbers, except for
-    the definitions that are made here: no annotation or alias can hold another one."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) not in _DEFINED_HERE]
-    exec(compile(tree, str(path), "exec", dont_inherit=True), globals())
-
-
-_run_engine_file(Path(__file__).parent.with_suffix(".py"))
-
-
-# ------------------------------------------------------------------ image ranges
+_ENGINE_FILE = Path(__file__).parent.with_suffix(".py")
+# Without its definitions that are made here, so that no annotation or alias can hold another one.
+run_engine_file(_ENGINE_FILE, globals(), without=_DEFINED_HERE)
 
 
 def compute_mm_prefix_ranges(
@@ -146,9 +137,6 @@ def _image_ranges(
 def _masked_ranges(position: PlaceholderRange) -> tuple[tuple[int, int], ...]:
     # The runner asks for every image at every step, and reading a mask takes 50 us.
     return tuple(position.extract_embeds_range())
-
-
-# --------------------------------------------------- KV cache views of one storage
 
 
 class _CacheLayout(Enum):
@@ -378,3 +366,8 @@ def _restride_blocks_first_kv_cache_to_kv_first_storage(
         kv_stride = kv_cache.numel() // 2
     strides = (kv_stride // max(blocks, 1), kv_stride, *kv_cache.stride()[2:])
     kv_cache.as_strided_(kv_cache.shape, strides)
+
+
+if is_too_new():
+    # Beside a newer engine than this version knows, its own definitions take over.
+    run_engine_file(_ENGINE_FILE, globals())
