@@ -85,6 +85,22 @@ def test_uninstalling_brings_vllms_own_files_back(copy_of_installation: Path) ->
     )
 
 
+def test_beside_an_unknown_engine_its_own_files_take_over(copy_of_installation: Path) -> None:
+    python = copy_of_installation
+    version = Path(file_of(python, "vllm._version"))
+    newer = version.read_text().replace(engine_distribution().version, "0.99.0")
+    version.unlink()  # a hard link to the real one
+    version.write_text(newer)
+    for module, name in (
+        ("vllm.v1.attention.backends.composite", "create_composite_attention_backend"),
+        ("vllm.v1.worker.gpu.attn_utils", "compute_mm_prefix_ranges"),
+    ):
+        code = f"from inspect import unwrap; from {module} import {name} as function"
+        said = run(python, "-c", f"{code}; print(unwrap(function).__code__.co_filename)")
+        assert said.strip().endswith(f"{module.rsplit('.', 1)[1]}.py")
+        assert not said.strip().endswith("__init__.py")
+
+
 def test_without_an_engine_one_sentence_says_what_is_missing(copy_of_installation: Path) -> None:
     python, engine = copy_of_installation, engine_distribution().name
     assert "Successfully uninstalled" in run(python, "-m", "pip", "uninstall", "-y", engine)

@@ -91,6 +91,8 @@ def test_a_process_that_has_not_loaded_plugins_unpickles_the_member(
         ("prefill=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
         ("prefill=CPU_ATTN,extend=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
         ("CPU_ATTN+CPU_MLA", "CPU_MLA cannot be a child of"),
+        ("CPU_ATTN+FLASHINFER", "CPU_ATTN and FLASHINFER cannot be joined: No module named"),
+        ("CPU_PREFIX_ATTN__CPU_ATTN+CPU_ATTN", "no attention backend 'CPU_PREFIX_ATTN__CPU_ATTN'"),
     ],
 )
 def test_what_cannot_be_composed_is_refused_with_the_reason(value: str, reason: str) -> None:

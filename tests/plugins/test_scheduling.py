@@ -16,7 +16,11 @@ def feature(start: int, stop: int, modality: str = "image") -> Any:
 
 
 def scheduled(
-    computed: int, new: int, monkeypatch: pytest.MonkeyPatch, modality: str = "image"
+    computed: int,
+    new: int,
+    monkeypatch: pytest.MonkeyPatch,
+    modality: str = "image",
+    largest_step: int = 50,
 ) -> int:
     """How many of `new` tokens after `computed` ones are left for this step."""
     request = SimpleNamespace(
@@ -28,6 +32,7 @@ def scheduled(
         Scheduler, "_try_schedule_encoder_inputs", lambda self, r, computed, new, *rest, **kw: new
     )
     scheduler: Any = WholeImageScheduler.__new__(WholeImageScheduler)
+    scheduler.largest_step = largest_step
     return scheduler._try_schedule_encoder_inputs(request, computed, new, 100)
 
 
@@ -55,3 +60,9 @@ def test_a_step_never_ends_inside_an_image(
 
 def test_audio_may_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduled(0, 15, monkeypatch, modality="audio") == 15
+
+
+def test_an_image_that_fits_no_step_is_cut_rather_than_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert scheduled(10, 12, monkeypatch, largest_step=12) == 12

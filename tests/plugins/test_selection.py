@@ -86,12 +86,55 @@ def test_cpu_attn_by_name_is_kept_with_a_warning(caplog: pytest.LogCaptureFixtur
     assert "CPU_ATTN was asked for by name" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "layer", [{"block_size": 16}, {"kv_cache_dtype": "bfloat16"}, {"has_sink": True}], ids=str
+)
+def test_what_cpu_attn_serves_without_declaring_it_gets_the_composite(
+    layer: dict[str, Any],
+) -> None:
+    assert chosen(**layer) == COMPOSITE
+
+
 def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert chosen(use_dcp=True) == STOCK
     assert "CPU_PREFIX_ATTN cannot serve these decoder layers" in caplog.text
     assert "DCP not supported" in caplog.text
+
+
+def test_a_gpu_backend_by_environment_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+    with pytest.raises(ValueError, match="asks for FLASH_ATTN, which does not run on CPU"):
+        chosen(AttentionBackendEnum.FLASH_ATTN, use_mm_prefix=False)
+
+
+def test_a_composite_by_name_that_cannot_serve_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"CPU_PREFIX_ATTN was asked for .* DCP not supported"):
+        chosen(AttentionBackendEnum["CPU_PREFIX_ATTN"], use_dcp=True)
+
+
+def engine_arguments(backend: str | None) -> Any:
+    return SimpleNamespace(
+        attention_backend=backend, attention_config=SimpleNamespace(backend=None)
+    )
+
+
+def test_the_environment_acts_as_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "cpu_prefix_attn")
+    arguments = engine_arguments(None)
+    selection._with_environment(lambda arguments: None, arguments)
+    assert arguments.attention_backend is AttentionBackendEnum["CPU_PREFIX_ATTN"]
+
+
+def test_an_argument_wins_over_the_environment_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_PREFIX_ATTN")
+    arguments = engine_arguments("CPU_ATTN")
+    selection._with_environment(lambda arguments: None, arguments)
+    assert arguments.attention_backend == "CPU_ATTN"
+    assert "CPU_ATTN, given as an argument, wins over" in caplog.text
 
 
 def test_loading_twice_changes_nothing() -> None:
@@ -118,11 +161,17 @@ def test_a_known_engine_is_supported(version: str, monkeypatch: pytest.MonkeyPat
     assert engine.unsupported_reason() is None
 
 
-def engine_config(*, is_mm_prefix_lm: bool = True, scheduler_cls: Any = None) -> Any:
+def engine_config(
+    *, is_mm_prefix_lm: bool = True, scheduler_cls: Any = None, backend: Any = None
+) -> Any:
     return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm),
         scheduler_config=SimpleNamespace(
-            is_multimodal_model=True, disable_chunked_mm_input=False, scheduler_cls=scheduler_cls
+            is_multimodal_model=True,
+            disable_chunked_mm_input=False,
+            scheduler_cls=scheduler_cls,
+            long_prefill_token_threshold=7,
         ),
     )
 
@@ -133,14 +182,21 @@ def configured(config: Any) -> Any:
 
 
 def test_images_that_attend_both_ways_are_scheduled_whole() -> None:
-    scheduler = configured(engine_config())
-    assert scheduler.disable_chunked_mm_input is True
-    assert scheduler.scheduler_cls == selection.WHOLE_IMAGE_SCHEDULER
+    assert configured(engine_config()).scheduler_cls == selection.WHOLE_IMAGE_SCHEDULER
+
+
+def test_who_asks_for_cpu_attn_keeps_its_scheduler() -> None:
+    scheduler = configured(engine_config(backend=AttentionBackendEnum.CPU_ATTN))
+    assert scheduler.scheduler_cls is None
+    assert scheduler.long_prefill_token_threshold == 7
+
+
+def test_no_threshold_keeps_an_image_from_its_step() -> None:
+    assert configured(engine_config()).long_prefill_token_threshold == 0
 
 
 def test_other_models_keep_their_scheduler() -> None:
     scheduler = configured(engine_config(is_mm_prefix_lm=False))
-    assert scheduler.disable_chunked_mm_input is False
     assert scheduler.scheduler_cls is None
 
 

@@ -35,7 +35,12 @@ class Request:
     images: list[tuple[int, int]] = field(default_factory=list)
 
 
-def make_config(folder: Path, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> VllmConfig:
+def make_config(
+    folder: Path,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+    block_size: int = BLOCK_SIZE,
+) -> VllmConfig:
     """A vLLM configuration without weights; enough for attention layers and builders."""
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -47,7 +52,7 @@ def make_config(folder: Path, dtype: torch.dtype, kv_cache_dtype: str = "auto") 
         max_position_embeddings=1 << 16,
     ).save_pretrained(folder)
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=dtype)
-    cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    cache = CacheConfig(block_size=block_size, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     return VllmConfig(model_config=model, cache_config=cache, device_config=DeviceConfig("cpu"))
 
 
@@ -71,6 +76,7 @@ class KernelUnderTest:
         self.clamped = clamped
         dtype: Any = config.model_config.dtype
         self.dtype: torch.dtype = dtype
+        self.block_size = config.cache_config.block_size
         config.compilation_config.static_forward_context.clear()
         with set_current_vllm_config(config), set_default_torch_dtype(self.dtype):
             self.layers = [
@@ -93,7 +99,7 @@ class KernelUnderTest:
                 spec, [layer.layer_name for layer in self.layers], config, torch.device("cpu")
             )
         self.cache = torch.zeros(
-            num_blocks, num_kv_heads, BLOCK_SIZE, 2 * head_size, dtype=spec.dtype
+            num_blocks, num_kv_heads, self.block_size, 2 * head_size, dtype=spec.dtype
         )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -114,14 +120,17 @@ class KernelUnderTest:
     ) -> tuple[CommonAttentionMetadata, torch.Tensor]:
         """The batch's common metadata with a block table in random order, and every token's
         slot, request by request."""
-        blocks_of = [-(-max(r.seq_len, 1) // BLOCK_SIZE) for r in requests]
+        blocks_of = [-(-max(r.seq_len, 1) // self.block_size) for r in requests]
         blocks = generator.permutation(np.arange(1, len(self.cache)))[: sum(blocks_of)]
         table = np.zeros((len(requests), max(blocks_of)), np.int32)
         slots = []
         for row, (request, count) in enumerate(zip(requests, blocks_of, strict=True)):
             table[row, :count], blocks = blocks[:count], blocks[count:]
             position = np.arange(request.seq_len)
-            slots.append(table[row, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            slots.append(
+                table[row, position // self.block_size] * self.block_size
+                + position % self.block_size
+            )
         starts = torch.tensor(np.cumsum([0] + [r.query_len for r in requests]), dtype=torch.int32)
         lengths = torch.tensor([r.seq_len for r in requests], dtype=torch.int32)
         scheduled = [s[len(s) - r.query_len :] for s, r in zip(slots, requests, strict=True)]

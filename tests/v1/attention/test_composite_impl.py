@@ -268,3 +268,10 @@ def test_either_child_attends_over_what_was_written_once(variant: int) -> None:
     layer.impl.forward(layer, torch.zeros(27, 4, 8), key, value, cache, metadata, output)  # type: ignore[arg-type]
     # With equal scores the last query's output is the mean of its sequence's values.
     torch.testing.assert_close(output[19, 0], value[:20, 0].mean(0))
+
+
+def test_a_writer_that_the_general_child_lacks_is_not_the_causal_childs() -> None:
+    general, causal = pair()
+    composite = compose(general, causal)
+    causal.get_impl_cls().set_interleaved_v_cache = lambda self, interleaved: None  # type: ignore[attr-defined]
+    assert not hasattr(make_impl(composite), "set_interleaved_v_cache")

@@ -46,3 +46,9 @@ def test_impl_variants_of_a_nested_composite_are_the_leaves() -> None:
     composite = compose(leaves[0], compose(leaves[1], leaves[2]))
     variants = make_impl(composite).get_impl_variants()
     assert [type(variant) for variant in variants] == [leaf.get_impl_cls() for leaf in leaves]
+
+
+def test_an_inner_composite_without_a_common_block_size_leaves_none_to_the_outer() -> None:
+    inner = compose(make_child("A", block_sizes=[16]), make_child("B", block_sizes=[48]))
+    outer = compose(make_child("GENERAL"), inner)
+    assert outer.get_supported_kernel_block_sizes() == []

@@ -65,6 +65,21 @@ def test_each_head_size_agrees(kernel: MakeKernel, head_size: int) -> None:
     assert kernel(head_size=head_size, windows=(64,)).errors(MIXED) < [TOLERANCE[torch.float32]]
 
 
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_each_block_size_agrees(tmp_path: Path, block_size: int, window: int | None) -> None:
+    config = make_config(tmp_path, torch.float32, block_size=block_size)
+    under_test = KernelUnderTest(config, CPUPrefixAttentionBackend, windows=(window,))
+    assert under_test.errors(MIXED) < [TOLERANCE[torch.float32]]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16"])
+def test_a_cache_dtype_by_name_that_is_the_models_agrees(
+    kernel: MakeKernel, kv_cache_dtype: str
+) -> None:
+    assert kernel(torch.bfloat16, kv_cache_dtype).errors(MIXED) < [TOLERANCE[torch.bfloat16]]
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_each_fp8_cache_agrees(kernel: MakeKernel, kv_cache_dtype: str, window: int | None) -> None:

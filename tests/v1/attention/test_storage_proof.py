@@ -1,6 +1,7 @@
 """A pair of backends serves only where both are seen to keep keys and values at the same places."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from tests.v1.attention.cpu_kernel import KernelUnderTest, make_config
 from tests.v1.attention.mock_children import (
     ALL_FORMATS,
+    BLOCK_SIZE,
+    CPU,
     CacheFormat,
     MockBackend,
     MockLayer,
@@ -24,6 +27,9 @@ from tests.v1.attention.mock_children import (
     make_builder,
     make_child,
     pair,
+)
+from tests.v1.attention.mock_children import (
+    make_config as mock_config,
 )
 
 PACKED, *OTHERS = ALL_FORMATS
@@ -143,6 +149,18 @@ def test_another_kind_of_cache_is_proven_by_itself(other: dict[str, Any]) -> Non
     serve(composite)
     serve(composite, **other)
     assert proofs(causal) == 2
+
+
+def test_another_layout_is_proven_by_itself() -> None:
+    layouts = [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC]
+    children = [make_child(name, layouts=layouts) for name in ("GENERAL", "CAUSAL")]
+    composite = compose(*children)
+    for layout in layouts:
+        layer = MockLayer(composite)
+        cache = SimpleNamespace(block_size=BLOCK_SIZE, kv_cache_layout=layout.name)
+        config = mock_config({"layer": layer}, cache_config=cache)
+        composite.get_builder_cls()(layer.get_kv_cache_spec(), ["layer"], config, CPU)
+    assert proofs(children[1]) == 2
 
 
 def test_another_pair_is_proven_by_itself() -> None:
@@ -285,7 +303,7 @@ def test_a_child_that_can_neither_write_nor_read_is_refused_by_name(reader: str)
 
 
 def test_children_of_which_neither_can_write_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="GENERAL and CAUSAL"):
+    with pytest.raises(ValueError, match=r"GENERAL and CAUSAL .* could not be shown"):
         serve(compose(*pair(writer_error=NO_WRITER)))
 
 

@@ -119,18 +119,20 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
-    """Have each image scheduled in one step: where a step's end cuts an image, its queries cannot
-    see the keys that only the next step computes. On CPU vLLM does not ask for that at all."""
+    """Have each image scheduled in one step, unless the user has asked for CPU_ATTN and with it for
+    the causal mask: where a step's end cuts an image, its queries cannot see the keys that only the
+    next step computes."""
     stock(vllm_config)
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if model is None or not model.is_mm_prefix_lm or not scheduler.is_multimodal_model:
         return
-    scheduler.disable_chunked_mm_input = True
+    if vllm_config.attention_config.backend is AttentionBackendEnum.CPU_ATTN:
+        return
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = WHOLE_IMAGE_SCHEDULER
-        # A request whose image is longer would wait for ever while another one runs.
+        # An image longer than this would wait for ever while another request runs.
         scheduler.long_prefill_token_threshold = 0
-        logger.info_once("Image tokens of this model attend both ways: each image in one step.")
+        logger.info_once("Each image is scheduled in one step, so that its tokens see each other.")
     elif scheduler.scheduler_cls != WHOLE_IMAGE_SCHEDULER:
         logger.warning_once(
             "The scheduler %s may end a step inside an image, whose first part then does not see "
@@ -173,6 +175,7 @@ def cpu_composite_path(selected: Any, config: Any) -> str | None:
                 f"{selected.name} was asked for and cannot serve this model's layers on this "
                 f"device: {'; '.join(reasons)}. Leave the attention backend unset, or name another."
             )
+        logger.info_once("Using %s, which was asked for by name.", selected.name)
         return selected.get_path()
     by_environment = selected is not None and selected is asked_by_environment()
     if by_environment and not _runs_on_cpu(selected):

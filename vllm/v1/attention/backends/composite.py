@@ -649,6 +649,9 @@ class Choice(int):
         self.made = made
         return self
 
+    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return int(self), self.made
+
 
 def _variant_of(metadata: Any, backend_cls: type) -> int:
     choice = metadata._attention_backend_variant
@@ -729,6 +732,12 @@ def _create(
         return general_backend
     for child in (general_backend, causal_backend):
         _refuse_child(child, f"{name} of {_names(general_backend, causal_backend)}")
+
+    if not hasattr(routing_policy, "select"):
+        raise ValueError(
+            f"routing_policy of {name} must be a CompositeAttentionRouting class, not "
+            f"{routing_policy!r}."
+        )
 
     def bind(cls: type, suffix: str, **attributes: Any) -> Any:
         names = {"__module__": module, "__qualname__": name + suffix, "__doc__": cls.__doc__}

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.composite import (
     MMPrefixAttentionRouting,
     create_composite_attention_backend,
@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.prefix_segments import (
     PrefixSegmentsMetadataBuilder,
     create_prefix_segments_backend,
 )
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class CPUChildMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -46,9 +47,22 @@ class CPUChildBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CPUChildMetadataBuilder]:
         return CPUChildMetadataBuilder
 
+    # vLLM never asks CPU_ATTN what it declares, and so it serves more than that: sinks, blocks of
+    # 16 tokens, and a cache dtype by name that is the model's own.
     @classmethod
     def supports_sink(cls) -> bool:
-        return True  # its impl takes them; only its declaration is missing
+        return True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        named = kv_cache_dtype in ("float32", "bfloat16", "float16")
+        return named or super().supports_kv_cache_dtype(kv_cache_dtype)
 
 
 class CPUSegmentsMetadataBuilder(PrefixSegmentsMetadataBuilder):

@@ -76,8 +76,11 @@ def split_into_segments(
         clamped: whether the window also bounds what an image's queries see of their image.
 
     Raises:
-        ValueError: two ranges of a request overlap, or one starts before the sequence.
+        ValueError: two ranges of a request overlap, one starts before the sequence, or the
+            sliding window is less than one token.
     """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"A sliding window of {sliding_window} tokens sees nothing; at least 1.")
     begin = seq_lens - np.diff(query_start_loc)
     images = _scheduled_images(begin, seq_lens, ranges)
     if sliding_window is not None:
