@@ -45,7 +45,7 @@ test-engine: ## run the tests that fit another engine in a venv of its own: VERS
 # Beside 0.28 the plugin stands aside; only the runner's helpers serve it, where alignment is live.
 TESTS_OF_0.28.0 := tests/v1/worker
 
-lint: $(STAMP) ## ruff and mypy
+lint: install ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

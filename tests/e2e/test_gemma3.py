@@ -79,6 +79,20 @@ def stock(model: Path) -> EngineRun:
     )
 
 
+@pytest.fixture(scope="module")
+def narrow(model: Path) -> EngineRun:
+    """Settings that stock vLLM takes: blocks of 16 tokens, and long prompts held to 8 a step."""
+    return run_engine(
+        GEMMA3,
+        model,
+        batches_of(list(PROMPTS)),
+        environment=IN_PROCESS,
+        enforce_eager=True,
+        block_size=16,
+        long_prefill_token_threshold=8,
+    )
+
+
 def assert_agree(answer: Answer, reference: Answer) -> None:
     assert answer.tokens == reference.tokens
     assert largest_difference(answer, reference) < TOLERANCE
@@ -119,6 +133,13 @@ def test_requests_that_share_short_steps_agree(
 
 
 @pytest.mark.parametrize("name", PROMPTS)
+def test_small_blocks_and_a_limit_below_the_image_agree(
+    narrow: EngineRun, judge: dict[str, Answer], name: str
+) -> None:
+    assert_agree(narrow.answers[0][list(PROMPTS).index(name)], judge[name])
+
+
+@pytest.mark.parametrize("name", PROMPTS)
 def test_compiled_in_its_own_process_agrees(
     compiled: EngineRun, judge: dict[str, Answer], name: str
 ) -> None:
@@ -129,6 +150,41 @@ def test_the_log_says_what_was_chosen_and_why(compiled: EngineRun) -> None:
     lines = [line for line in compiled.log.splitlines() if "Using CPU_PREFIX_ATTN" in line]
     assert len(lines) == 1
     assert "image tokens of this model attend both ways" in lines[0]
+
+
+def test_an_image_that_fits_no_step_is_refused_at_the_start(model: Path) -> None:
+    with pytest.raises(RuntimeError, match="An image of this model takes up to 16 tokens"):
+        run_engine(
+            GEMMA3,
+            model,
+            [],
+            environment=IN_PROCESS,
+            enforce_eager=True,
+            max_num_batched_tokens=64,
+            max_num_scheduled_tokens=12,
+        )
+
+
+@pytest.mark.parametrize("value", ["CPU_PREFIX_ATTN", "prefill=CPU_PREFIX_ATTN,decode=CPU_ATTN"])
+def test_a_backend_from_the_environment_serves(
+    value: str, model: Path, judge: dict[str, Answer]
+) -> None:
+    run = run_engine(
+        GEMMA3,
+        model,
+        batches_of(["one image", "text only"]),
+        environment={"VLLM_ATTENTION_BACKEND": value},
+        enforce_eager=True,
+    )
+    for answer, name in zip(run.answers[0], ["one image", "text only"], strict=True):
+        assert_agree(answer, judge[name])
+
+
+def test_an_unknown_backend_in_the_environment_stops_the_start(model: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"no attention backend 'CPU_ATN'\. Did you mean CPU_ATTN"
+    ):
+        run_engine(GEMMA3, model, [], environment={"VLLM_ATTENTION_BACKEND": "CPU_ATN"})
 
 
 def test_stock_vllm_is_wrong_with_an_image(

@@ -46,6 +46,24 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
+def register_name(name: str, path: str) -> Any:
+    """The registry's member of this name, added with the class path `path` if it is new."""
+    from vllm.v1.attention.backends import registry
+
+    names: Any = registry.AttentionBackendEnum
+    if name in names.__members__:
+        return names[name]
+    if hasattr(names, "register"):
+        registry.register_backend(name, path)  # type: ignore[arg-type, unused-ignore]
+        return names[name]
+    # Goes with vLLM 0.31: until then the registry takes no new names.
+    member = object.__new__(names)
+    member._name_, member._value_ = name, path
+    names._member_map_[name] = names._value2member_map_[path] = member
+    names._member_names_.append(name)
+    return member
+
+
 def run_engine_file(path: Path, namespace: dict[str, Any], without: Collection[str] = ()) -> None:
     """Run the engine's own file in `namespace`, under its own path and line numbers, except for
     the definitions named in `without`; nothing where the engine has no such file."""

@@ -11,9 +11,10 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.plugins.composite_attention.engine import register_name
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 logger = init_logger(__name__)
 
@@ -59,15 +60,12 @@ def _is_ours(backend: Any) -> bool:
 def member(name: str, path: str) -> AttentionBackendEnum:
     """The registry's member of this name, in a process that may not have loaded plugins yet."""
     _register_names()
-    if name not in AttentionBackendEnum.__members__:
-        register_backend(name, path)
-    return AttentionBackendEnum[name]
+    return register_name(name, path)
 
 
 def _register_names() -> None:
     for name, path in COMPOSITES.items():
-        if name not in AttentionBackendEnum.__members__:
-            register_backend(name, path)
+        register_name(name, path)
 
 
 def asked_by_environment() -> AttentionBackendEnum | None:

@@ -148,6 +148,8 @@ BUILDER_RULES: dict[str, Rule] = {
     "supports_draft_decode_metadata_update": ALL,
     "update_draft_decode_metadata": BY_BATCH,
     "update_block_table": OWN,
+    "set_kernel_block_size": BOTH,  # called by vLLM 0.30 and 0.31
+    "use_cascade_attention": REFUSE,  # of vLLM 0.30: it would be asked before the batch is routed
     "build": OWN,
     "build_for_cudagraph_capture": OWN,
     "build_for_drafting": OWN,
@@ -208,7 +210,7 @@ def ruled_by(rules: dict[str, Rule]) -> Callable[[T], T]:
         for name, rule in rules.items():
             if rule is REFUSE and hasattr(cls, name):
                 is_flag = isinstance(getattr(cls, name), bool)
-                setattr(cls, name, False if is_flag else classmethod(lambda cls: False))
+                setattr(cls, name, False if is_flag else classmethod(lambda cls, *_, **__: False))
             elif rule in (ALL, ANY, INTERSECT, OF_GENERAL, OF_CAUSAL, BOTH):
                 setattr(cls, name, _Ruled(name, rule))
         return cls
@@ -394,7 +396,12 @@ def _common_block_sizes(
     first: Iterable[int | MultipleOf], second: Iterable[int | MultipleOf]
 ) -> list[int | MultipleOf]:
     common = (_common_block_size(a, b) for a in first for b in second)
-    return list(dict.fromkeys(size for size in common if size is not None))
+    # By text: before vLLM 0.32 two equal `MultipleOf` are not equal.
+    return list({_text_of(size): size for size in common if size is not None}.values())
+
+
+def _text_of(size: int | MultipleOf) -> str:
+    return f"multiple of {size.base}" if isinstance(size, MultipleOf) else str(size)
 
 
 def _common_block_size(a: int | MultipleOf, b: int | MultipleOf) -> int | MultipleOf | None:
