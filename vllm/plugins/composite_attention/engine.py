@@ -46,6 +46,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
+def cpu_causal_flag_dtype() -> Any:
+    """The dtype in which CPU_ATTN's kernel takes a causal flag per request."""
+    import torch
+
+    # Goes with vLLM 0.31, whose kernel refuses the int32 that later ones want.
+    return torch.bool if _release(engine_version() or "") < (0, 32) else torch.int32
+
+
 def register_name(name: str, path: str) -> Any:
     """The registry's member of this name, added with the class path `path` if it is new."""
     from vllm.v1.attention.backends import registry

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.plugins.composite_attention.engine import cpu_causal_flag_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.composite import (
     MMPrefixAttentionRouting,
@@ -68,6 +69,7 @@ class CPUChildBackend(CPUAttentionBackend):
 class CPUSegmentsMetadataBuilder(PrefixSegmentsMetadataBuilder):
     """Segments for CPU_ATTN, whose schedule depends on the window."""
 
+    causal_flag_dtype = cpu_causal_flag_dtype()
     window_size: int
 
     def build_wider(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
