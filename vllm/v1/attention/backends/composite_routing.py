@@ -39,8 +39,8 @@ def requires_mm_prefix(
     Raises:
         ValueError: there are ranges but no `seq_lens_cpu_upper_bound`.
     """
-    ranges = metadata.mm_req_doc_ranges
-    if not ranges or not any(ranges.values()):
+    images = metadata.mm_req_doc_ranges
+    if not images or not any(images.values()):
         return False
     if metadata.seq_lens_cpu_upper_bound is None:
         raise ValueError(
@@ -50,7 +50,7 @@ def requires_mm_prefix(
         )
     query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
     requests = np.flatnonzero(query_lens > (0 if unclamped_window else 1))
-    index, start, stop = flatten_image_ranges(ranges, requests)
+    index, start, stop = flatten_image_ranges(images, requests)
     end = metadata.seq_lens_cpu_upper_bound.numpy()[index]
     begin = end - query_lens[index]
     if unclamped_window:
@@ -125,9 +125,8 @@ class MMPrefixAttentionRouting(CompositeAttentionRouting):
     ) -> AttentionCGSupport:
         """Graphs of single queries, which never need the mask; none behind an unclamped window,
         where even a decode can."""
-        if any_unclamped_window(vllm_config):
-            return AttentionCGSupport.NEVER
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        single_queries = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER if any_unclamped_window(vllm_config) else single_queries
 
     @staticmethod
     def variant_uses_mm_prefix(variant: int) -> bool:
