@@ -580,6 +580,50 @@ def test_block_count_that_does_not_divide_the_storage_is_refused() -> None:
         align(allocation)
 
 
+def test_view_of_half_the_storage_is_refused() -> None:
+    allocation = mixed(num_blocks=4)
+    allocation.caches["b"] = allocation.caches["b"][:2]
+    with pytest.raises(ValueError, match="b has blocks of another size than the others"):
+        align(allocation)
+
+
+def test_kv_first_view_whose_blocks_are_not_one_behind_the_other_is_refused() -> None:
+    heads_before_blocks = (0, 3, 1, 2, 4)
+    layers = [Layer("k", KVFirst, order=heads_before_blocks), Layer("b", BlocksFirst)]
+    with pytest.raises(ValueError, match="k does not keep its blocks one behind the other"):
+        align(Allocation(layers))
+
+
+def test_no_view_is_changed_where_a_later_allocation_is_refused() -> None:
+    fine = mixed()
+    padded = Allocation([Layer("c", KVFirst), Layer("d", BlocksFirst)])
+    storage = torch.zeros(480)  # tightly behind the last padded block, so d would reach beyond it
+    padded.caches["c"] = storage.as_strided((2, 4, 8, 1, 4), (256, 64, 4, 4, 1))
+    padded.caches["d"] = storage.as_strided((4, 2, 14, 1, 4), (112, 56, 4, 4, 1))
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="d has blocks of another size than the others"):
+            align(fine, padded)
+
+    assert is_unchanged_by(refused, fine, padded)
+
+
+def test_view_that_would_reach_behind_its_allocation_is_refused() -> None:
+    allocation = Allocation([Layer("c", KVFirst), Layer("d", BlocksFirst)])
+    storage = torch.zeros(496)  # V of the last block would end at 503
+    allocation.caches["c"] = storage.as_strided((2, 4, 8, 1, 4), (256, 64, 4, 4, 1))
+    allocation.caches["d"] = storage.as_strided((4, 2, 14, 1, 4), (128, 56, 4, 4, 1))
+    with pytest.raises(ValueError, match="d would reach behind the end of the allocation"):
+        align(allocation)
+
+
+def test_views_made_in_inference_mode_are_aligned_outside_it() -> None:
+    with torch.inference_mode():
+        allocation = mixed()
+    align(allocation)
+    assert allocation.manager_block("b", 1) == allocation.manager_block("k", 1)
+
+
 def test_views_that_start_at_different_bytes_are_refused() -> None:
     allocation = mixed(num_blocks=4)
     allocation.caches["b"] = allocation.caches["b"][1:3]

@@ -1,5 +1,8 @@
 """`compute_mm_prefix_ranges`: which positions of which request an image mask covers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -132,3 +135,19 @@ def test_mask_of_an_image_is_read_once_however_many_steps_ask(
     for _ in range(3):
         compute_mm_prefix_ranges(["a"], features)
     assert read == [10, 20]
+
+
+def test_what_is_remembered_of_an_image_goes_with_it() -> None:
+    image = feature(10, 8, mask=".##.###.")
+    position = weakref.ref(image.mm_position)
+    compute_mm_prefix_ranges(["a"], {"a": [image]})
+    del image
+    gc.collect()
+    assert position() is None
+
+
+def test_an_image_asked_for_again_has_the_same_ranges() -> None:
+    features = {"a": [feature(10, 8, mask=".##.###.")]}
+    first = compute_mm_prefix_ranges(["a"], features)
+    first[0].clear()
+    assert compute_mm_prefix_ranges(["a"], features) == {0: [(11, 12), (14, 16)]}

@@ -63,7 +63,8 @@ _DEFINED_HERE = {
 
 _ENGINE_FILE = Path(__file__).parent.with_suffix(".py")
 # Without its definitions that are made here, so that no annotation or alias can hold another one.
-run_engine_file(_ENGINE_FILE, globals(), without=_DEFINED_HERE)
+run_engine_file(_ENGINE_FILE, globals(), without=() if is_too_new() else _DEFINED_HERE)
+_OF_NEWER_ENGINE = {n: globals()[n] for n in _DEFINED_HERE if is_too_new() and n in globals()}
 
 
 def compute_mm_prefix_ranges(
@@ -133,10 +134,14 @@ def _image_ranges(
     return [(start, stop) for start, stop in ranges if stop - start < sliding_window]
 
 
-@functools.lru_cache(maxsize=16384)
 def _masked_ranges(position: PlaceholderRange) -> tuple[tuple[int, int], ...]:
-    # The runner asks for every image at every step, and reading a mask takes 50 us.
-    return tuple(position.extract_embeds_range())
+    # The runner asks for every image at every step, and reading a mask takes 50 us. Kept on the
+    # object, as its own cached properties are, the answer goes with the request; like them it
+    # takes the mask for constant.
+    kept = position.__dict__.get("_embed_ranges")
+    if kept is None:
+        kept = position.__dict__["_embed_ranges"] = tuple(position.extract_embeds_range())
+    return kept
 
 
 class _CacheLayout(Enum):
@@ -248,7 +253,8 @@ def _align_mixed_attention_kv_cache_views(
     views = _attention_views(attn_groups, kv_caches, kernel_block_sizes, cache_dtype)
     plan: list[tuple[torch.Tensor, int]] = []
     for kv_tensor in kv_cache_config.kv_cache_tensors:
-        shared_by: Sequence[str] = getattr(kv_tensor, "shared_by", None) or kv_tensor.layers
+        told = "shared_by" if hasattr(kv_tensor, "shared_by") else "layers"
+        shared_by: Sequence[str] = getattr(kv_tensor, told)
         packed = getattr(kv_tensor, "block_stride", 0) > 0
         if not packed and set(shared_by).isdisjoint(page_aligned_layers):
             plan += _plan_alignment([views[layer] for layer in shared_by if layer in views])
@@ -311,14 +317,25 @@ def _why_not_aligned(view: _CacheView, storage: torch.Tensor, kv_bytes: int) -> 
     if cache.data_ptr() != storage.data_ptr():
         return "does not start where the others start"
     if view.layout is _CacheLayout.KV_FIRST:
-        agrees = view.kv_bytes == kv_bytes
-        return None if agrees else "keeps K and V at another distance than the others"
+        if view.kv_bytes != kv_bytes:
+            return "keeps K and V at another distance than the others"
+        dense = cache.stride(1) * cache.shape[1] == cache.stride(0)
+        return None if dense else "does not keep its blocks one behind the other"
     if cache.ndim < 3 or cache.shape[1] != 2:
         return "has another shape than its backend tells"
     if not _is_dense(cache.shape[2:], cache.stride()[2:]):
         return "interleaves the K and V of a block"
-    if kv_bytes % (cache.shape[0] * cache.element_size()) or cache.nbytes > 2 * kv_bytes:
+    blocks, kv_stride = cache.shape[0], kv_bytes // cache.element_size()
+    covered = blocks * cache.stride(0) * cache.element_size()
+    is_aligned = covered == kv_bytes and cache.stride(1) == kv_stride
+    if kv_stride % blocks or not (is_aligned or covered == 2 * kv_bytes):
         return "has blocks of another size than the others"
+    strides = (kv_stride // blocks, kv_stride, *cache.stride()[2:])
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape, strides, strict=True))
+    if (
+        cache.storage_offset() + last + 1
+    ) * cache.element_size() > cache.untyped_storage().nbytes():
+        return "would reach behind the end of the allocation"
     return None
 
 
@@ -365,9 +382,10 @@ def _restride_blocks_first_kv_cache_to_kv_first_storage(
     if kv_stride is None:
         kv_stride = kv_cache.numel() // 2
     strides = (kv_stride // max(blocks, 1), kv_stride, *kv_cache.stride()[2:])
-    kv_cache.as_strided_(kv_cache.shape, strides)
+    # Outside inference mode a tensor that was made inside it refuses after it has been changed.
+    with torch.inference_mode():
+        kv_cache.as_strided_(kv_cache.shape, strides)
 
 
-if is_too_new():
-    # Beside a newer engine than this version knows, its own definitions take over.
-    run_engine_file(_ENGINE_FILE, globals())
+# Beside a newer engine than this version knows, its own definitions take over.
+globals().update(_OF_NEWER_ENGINE)
