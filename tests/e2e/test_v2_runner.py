@@ -312,8 +312,8 @@ def test_each_step_is_routed_by_its_images(name: str, request: pytest.FixtureReq
     notes = request.getfixturevalue(name).notes
     routed = [(sorted(step.query_lens), step.variants) for step in notes.steps]
     assert routed == [
-        ([6, 13, 37], {0}),  # the text before the two images, the text, all of the one image
-        ([1, 1, 49], {0}),  # the two images beside two decodes
+        ([8, 13, 37], {0}),  # what stands before the two images, the text, all of the one image
+        ([1, 1, 47], {0}),  # the two images beside two decodes
         ([1, 1, 1], {1}),
         ([1], {1}),
         ([13], {1}),  # the text alone
