@@ -9,19 +9,29 @@ bytes must be equal.
 
 import os
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import (
+    VllmConfig,
+    get_current_vllm_config,
+    get_current_vllm_config_or_none,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    FullAttentionSpec,
     KVCacheLayout,
     KVCacheSpec,
     compute_layer_kv_cache_shape_bytes,
     compute_layout_strides,
+    get_kv_quant_mode,
 )
 
 logger = init_logger(__name__)
@@ -70,21 +80,101 @@ def prove_one_storage(
     layer: Any = next(iter(layers.values()), None)
     if layer is None or not hasattr(layer.impl, "children"):
         return
+    reason = _refusal(layer, backend, kv_cache_spec, vllm_config, device, tuple(builders))
+    if reason is not None:
+        raise ValueError(f"{reason} Choose another pair, or set {SWITCH}=0 to join them unproven.")
+
+
+def reason_against(
+    backend: Any,
+    device: torch.device,
+    *,
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+    num_kv_heads: int = 2,
+) -> str | None:
+    """Why the two children of a composite cannot share a KV cache, before there is any layer;
+    None if they can. Both must write the same bytes; nothing is attended.
+
+    Args:
+        backend: the composite's backend class; impls are made of it as for a plain layer.
+        device: where the scratch caches are made.
+        head_size: elements of a key or a value of one head.
+        dtype: of keys and values.
+        kv_cache_dtype: as `--kv-cache-dtype` takes it.
+        num_kv_heads: KV heads of the scratch caches; there are as many query heads.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return None
+    if get_current_vllm_config_or_none() is None:
+        with set_current_vllm_config(_config_of_no_model(dtype)):
+            return reason_against(
+                backend,
+                device,
+                head_size=head_size,
+                dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                num_kv_heads=num_kv_heads,
+            )
+    cache_dtype = STR_DTYPE_TO_TORCH_DTYPE.get(kv_cache_dtype, dtype)
+    sizes = [getattr(n, "base", n) for n in backend.get_supported_kernel_block_sizes()]
+    spec = FullAttentionSpec(
+        block_size=max(min(sizes, default=16), 16),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=cache_dtype,
+        kv_quant_mode=get_kv_quant_mode(kv_cache_dtype),
+    )
+    try:
+        spec = backend.customize_spec(spec)
+        impl = backend.get_impl_cls()(
+            num_kv_heads, head_size, head_size**-0.5, num_kv_heads, None, None, kv_cache_dtype
+        )
+    except Exception as error:  # whatever it is, such a pair is no choice
+        return f"{backend.get_name()} cannot be made for such a layer: {error}"
+    one = torch.ones(1, device=device)
+    layer = SimpleNamespace(
+        impl=impl,
+        num_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale"), one),
+        **dict.fromkeys(("_q_scale_float", "_k_scale_float", "_v_scale_float"), 1.0),
+    )
+    return _refusal(layer, backend, spec, get_current_vllm_config(), device, ())
+
+
+def _config_of_no_model(dtype: torch.dtype) -> VllmConfig:
+    vllm_config: Any = VllmConfig()
+    vllm_config.model_config = SimpleNamespace(dtype=dtype)  # which impls ask for
+    return vllm_config
+
+
+def _refusal(
+    layer: Any,
+    backend: Any,
+    spec: AttentionSpec,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    builders: tuple[Any, ...],
+) -> str | None:
     layout = _layout(backend, vllm_config)
     case = (
         *backend.child_classes(),
-        kv_cache_spec.dtype,
+        spec.dtype,
         layer.impl.kv_cache_dtype,
-        kv_cache_spec.head_size,
-        kv_cache_spec.num_kv_heads,
-        kv_cache_spec.block_size,
+        spec.head_size,
+        spec.num_kv_heads,
+        spec.block_size,
         layout,
         device.type,
     )
     if case in _proven:
-        return
+        return None
     try:
-        difference = _first_difference(layer, kv_cache_spec, layout, device, tuple(builders))
+        difference = _first_difference(layer, spec, layout, device, builders)
         found = "they store keys and values differently, so each would read the other's as"
         found += f" something else. {difference}"
     except UnprovableError as error:
@@ -92,14 +182,14 @@ def prove_one_storage(
         found = f"that they store keys and values alike could not be shown. {difference}"
     if difference is not None:
         names = " and ".join(child.get_name() for child in backend.child_classes())
-        raise ValueError(
+        return (
             f"{names} cannot share a KV cache: {found} "
-            f"(cache dtype {kv_cache_spec.dtype}, head size {kv_cache_spec.head_size}, "
-            f"{kv_cache_spec.num_kv_heads} KV heads, blocks of {kv_cache_spec.block_size} "
-            f"tokens, layout {layout.name}). Choose another pair, or set {SWITCH}=0 to join "
-            "them unproven."
+            f"(cache dtype {spec.dtype}, head size {spec.head_size}, "
+            f"{spec.num_kv_heads} KV heads, blocks of {spec.block_size} "
+            f"tokens, layout {layout.name})."
         )
     _proven.add(case)
+    return None
 
 
 class UnprovableError(Exception):
@@ -153,6 +243,8 @@ def _first_difference(
         return _first_different_byte(*written)
     if not written:
         raise UnprovableError("Neither child's KV cache writer can be called here.")
+    if not builders:
+        raise UnprovableError("Only one child's KV cache writer can be called here.")
     try:
         return _reads_differently(layer, builders, key, value, written[0], block_table, slots)
     except Exception as error:
