@@ -99,7 +99,7 @@ def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert chosen(use_dcp=True) == STOCK
-    assert "CPU_PREFIX_ATTN cannot serve these decoder layers" in caplog.text
+    assert "which masks image tokens causally: CPU_PREFIX_ATTN cannot serve (" in caplog.text
     assert "DCP not supported" in caplog.text
 
 

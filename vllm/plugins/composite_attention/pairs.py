@@ -34,9 +34,39 @@ def backend_for(value: str) -> AttentionBackendEnum | None:
     Raises:
         ValueError: a name that is not registered, a pair that cannot be composed, or another form.
     """
-    value = value.strip()
-    if value.lower() in ("", "auto"):
+    if value.strip().lower() in ("", "auto"):
         return None
+    name = _name_of(value)
+    if "__" not in name:
+        return AttentionBackendEnum[name]
+    class_of(value)
+    return member(name, f"{__name__}.{name}")
+
+
+def class_of(value: str) -> type[AttentionBackend]:
+    """The backend class that `value` names, in any form but `auto`; nothing is registered.
+
+    Raises:
+        ValueError: as `backend_for`; or the backend cannot be imported.
+    """
+    name = _name_of(value)
+    try:
+        return _create(name) if "__" in name else AttentionBackendEnum[name].get_class()
+    except (ImportError, OSError) as error:
+        what = f"{value.strip()!r} cannot be joined" if "__" in name else f"{name} cannot be loaded"
+        raise ValueError(
+            f"{what}: {error}. Install what is missing, or name other backends."
+        ) from error
+
+
+def is_pair(value: str) -> bool:
+    """Whether `value` names two children."""
+    return "+" in value or "=" in value
+
+
+def _name_of(value: str) -> str:
+    """A registry name as it is written there, or the name of a pair's class in this module."""
+    pattern, children = "{}__{}", value.split("+")
     if "=" in value:
         phases = dict(part.split("=", 1) for part in value.split(",") if "=" in part)
         names = {phase.strip().lower(): name for phase, name in phases.items()}
@@ -44,39 +74,22 @@ def backend_for(value: str) -> AttentionBackendEnum | None:
             raise ValueError(
                 f"{value!r} names no pair of phases: it must read prefill=NAME,decode=NAME."
             )
-        return _registered("PREFILL__{}__DECODE__{}", names["prefill"], names["decode"])
-    if "+" in value:
-        children = value.split("+")
-        if len(children) != 2:
-            raise ValueError(f"{value!r} names no pair: it must read GENERAL+CAUSAL.")
-        return _registered("{}__{}", *children)
-    return _member(value)
+        pattern, children = "PREFILL__{}__DECODE__{}", [names["prefill"], names["decode"]]
+    if len(children) > 2:
+        raise ValueError(f"{value!r} names no pair: it must read GENERAL+CAUSAL.")
+    known = list(map(_registered, children))
+    return known[0] if len(set(known)) == 1 else pattern.format(*known)
 
 
-def _member(name: str) -> AttentionBackendEnum:
+def _registered(name: str) -> str:
     # Pairs are no children: their names could not be told from their children's.
     names = (name for name in AttentionBackendEnum.__members__ if "__" not in name)
     known = {name.lower(): name for name in names}
     if name.strip().lower() in known:
-        return AttentionBackendEnum[known[name.strip().lower()]]
+        return known[name.strip().lower()]
     nearest = difflib.get_close_matches(name.strip().lower(), known, n=3, cutoff=0.4)
     hint = " or ".join(known[match] for match in nearest) or ", ".join(known.values())
     raise ValueError(f"There is no attention backend {name.strip()!r}. Did you mean {hint}?")
-
-
-def _registered(pattern: str, first: str, second: str) -> AttentionBackendEnum:
-    children = _member(first), _member(second)
-    if children[0] is children[1]:
-        return children[0]
-    name = pattern.format(*(child.name for child in children))
-    try:
-        _create(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{first.strip()} and {second.strip()} cannot be joined: {error}. Install what is "
-            "missing, or name other backends."
-        ) from error
-    return member(name, f"{__name__}.{name}")
 
 
 def _create(name: str) -> type[AttentionBackend]:

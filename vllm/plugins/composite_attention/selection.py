@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.composite_attention.engine import register_name
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -42,7 +42,9 @@ def register() -> None:
     platform = type(current_platform)
     if current_platform.is_cpu():
         _wrap(platform, "check_and_update_config", _keep_images_whole)
-        _wrap(platform, "get_attn_backend_cls", _composite_or_stock)
+    else:
+        _wrap(VllmConfig, "try_verify_and_update_config", _without_the_models_wish)
+    _wrap(platform, "get_attn_backend_cls", _choose)
 
 
 def _reduce_by_name(backend: AttentionBackendEnum, protocol: Any) -> Any:
@@ -140,85 +142,118 @@ def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
         )
 
 
-def _composite_or_stock(
+def _without_the_models_wish(stock: Callable[[Any], None], vllm_config: Any) -> None:
+    """Leave the choice open where only the model's configuration has made it: Gemma 4 asks for
+    TRITON_ATTN on every layer where its largest heads need it. A drafter that shares its layers'
+    cache reads that wish, so with speculative decoding it stands."""
+    attention = vllm_config.attention_config
+    unset = attention.backend is None
+    stock(vllm_config)
+    wish = unset and attention.backend is AttentionBackendEnum.TRITON_ATTN
+    if wish and vllm_config.model_config.is_mm_prefix_lm and not vllm_config.speculative_config:
+        attention.backend = None
+
+
+def _choose(
     stock: Callable[..., str],
     selected_backend: Any,
     attn_selector_config: Any,
-    *args: Any,
-    **kw: Any,
+    num_heads: int | None = None,
 ) -> str:
-    path = cpu_composite_path(selected_backend, attn_selector_config)
-    return path or stock(selected_backend, attn_selector_config, *args, **kw)
-
-
-def cpu_composite_path(selected: Any, config: Any) -> str | None:
-    """The class path of the composite that is to serve this layer on CPU; None for vLLM's choice.
-
-    Decoder layers of models that need the image mask get CPU_PREFIX_ATTN; a composite that the
-    user has named serves every decoder layer. A model's own wish for a GPU backend is no user's
-    choice, so only CPU_ATTN by name keeps the image mask off.
-
-    Args:
-        selected: the backend that the configuration names, or None.
-        config: vLLM's `AttentionSelectorConfig` of the layer.
+    """The class path of the backend for a layer: what the user has named, else the best composite
+    for a decoder layer that needs the image mask, else vLLM's choice.
 
     Raises:
-        ValueError: the user has named a backend that cannot serve this layer on CPU.
+        ValueError: the user has named a backend that cannot serve this layer here.
     """
-    if config.attn_type != AttentionType.DECODER:
-        return None
+    selected, config = selected_backend, attn_selector_config
     if selected is not None and _is_ours(selected):
-        if reasons := _reasons_against(selected, config):
-            raise ValueError(
-                f"{selected.name} was asked for and cannot serve this model's layers on this "
-                f"device: {'; '.join(reasons)}. Leave the attention backend unset, or name another."
-            )
-        logger.info_once("Using %s, which was asked for by name.", selected.name)
-        return selected.get_path()
+        if config.attn_type == AttentionType.DECODER:
+            return _named_composite(selected, config, num_heads)
+        selected = None  # a composite routes decoder layers only
     by_environment = selected is not None and selected is asked_by_environment()
-    if by_environment and not _runs_on_cpu(selected):
+    if by_environment:
+        return _named_by_environment(stock, selected, config, num_heads)
+    masked = config.use_mm_prefix and config.attn_type == AttentionType.DECODER
+    if masked and current_platform.is_cpu() and selected is AttentionBackendEnum.CPU_ATTN:
+        _warn_of_causal_images()
+    # On CPU vLLM has but one choice, and the name of another is a model's wish, not a user's.
+    elif masked and (selected is None or current_platform.is_cpu()):
+        composite = _best_composite(config, num_heads)
+        if composite is not None:
+            return composite
+    return stock(selected, config, num_heads)
+
+
+def _named_composite(selected: Any, config: Any, num_heads: int | None) -> str:
+    from vllm.plugins.composite_attention import choosing
+
+    if reasons := choosing.reasons_against(selected.get_class(), current_platform, config):
         raise ValueError(
-            f"{VARIABLE} asks for {selected.name}, which does not run on CPU. CPU_PREFIX_ATTN and "
-            "CPU_ATTN do; or leave the variable unset."
+            f"{selected.name} was asked for and cannot serve this model's layers on this "
+            f"device: {'; '.join(reasons)}. {_what_can(config, num_heads)}"
         )
-    if not config.use_mm_prefix:
-        return None
-    composite = AttentionBackendEnum["CPU_PREFIX_ATTN"]
-    if selected is AttentionBackendEnum.CPU_ATTN:
-        logger.warning_once(
-            "CPU_ATTN was asked for by name: the image tokens of this model, which should "
-            "attend both ways, get the causal mask. Leave the backend unset for the right one."
-        )
-        return None
-    if reasons := _reasons_against(composite, config):
-        logger.warning_once(
-            "CPU_PREFIX_ATTN cannot serve these decoder layers (%s). They keep vLLM's own backend, "
-            "which masks image tokens causally.",
-            "; ".join(reasons),
-        )
-        return None
-    logger.info_once(
-        "Using CPU_PREFIX_ATTN: image tokens of this model attend both ways, for which "
-        "CPU_ATTN alone has no mask."
+    logger.info_once("Using %s, which was asked for by name.", selected.name)
+    return selected.get_path()
+
+
+def _named_by_environment(
+    stock: Callable[..., str], selected: Any, config: Any, num_heads: int | None
+) -> str:
+    from vllm.plugins.composite_attention import choosing
+
+    if current_platform.is_cpu():  # where vLLM takes no notice of a name
+        if not choosing.runs_on_cpu(selected.get_class()):
+            raise ValueError(
+                f"{VARIABLE} asks for {selected.name}, which does not run on CPU. "
+                f"{_what_can(config, num_heads)}"
+            )
+        if config.use_mm_prefix and config.attn_type == AttentionType.DECODER:
+            _warn_of_causal_images()
+        return stock(selected, config, num_heads)
+    try:
+        return stock(selected, config, num_heads)
+    except ValueError as error:
+        raise ValueError(
+            f"{VARIABLE} asks for {selected.name}. {error} {_what_can(config, num_heads)}"
+        ) from error
+
+
+def _warn_of_causal_images() -> None:
+    logger.warning_once(
+        "CPU_ATTN was asked for by name: the image tokens of this model, which should "
+        "attend both ways, get the causal mask. Leave the backend unset for the right one."
     )
-    return composite.get_path()
 
 
-def _reasons_against(backend: AttentionBackendEnum, config: Any) -> list[str]:
-    settings = config._asdict() | {"device_capability": current_platform.get_device_capability()}
-    reasons = backend.get_class().validate_configuration(**settings)
-    children: Any = getattr(backend.get_class(), "child_classes", tuple)()
-    return reasons + [
-        f"{child.get_name()} does not run on CPU"
-        for child in children
-        if child.get_name() in AttentionBackendEnum.__members__
-        and not _runs_on_cpu(AttentionBackendEnum[child.get_name()])
-    ]
+def _what_can(config: Any, num_heads: int | None) -> str:
+    from vllm.plugins.composite_attention import choosing
+
+    able = choosing.candidates(current_platform, config, num_heads)
+    names = " or ".join(candidate.name for candidate in able if not candidate.reasons)
+    return f"Name {names} instead, or leave the backend unset." if names else "Nothing else can."
 
 
-def _runs_on_cpu(backend: AttentionBackendEnum) -> bool:
-    path = backend.get_path()
-    if not path.startswith("vllm.") or _is_ours(backend):
-        return True  # somebody's own, or a composite, whose children are asked
-    interpreted = HAS_TRITON and backend.name.startswith("TRITON_ATTN")
-    return interpreted or backend.name.startswith(("CPU_", "AMX_"))
+def _best_composite(config: Any, num_heads: int | None) -> str | None:
+    from vllm.plugins.composite_attention import choosing, pairs
+
+    refused = []
+    for candidate in choosing.composites(current_platform, config, num_heads):
+        if not candidate.reasons:
+            backend: Any = pairs.backend_for(candidate.name)
+            logger.info_once(
+                "Using %s: image tokens of this model attend both ways, for which "
+                "%s alone has no mask.",
+                candidate.name,
+                backend.get_class().causal_backend_cls.get_name(),
+            )
+            return backend.get_path()
+        refused.append(f"{candidate.name} cannot serve ({'; '.join(candidate.reasons)})")
+    if refused and current_platform.is_cpu():
+        logger.warning_once(
+            "The decoder layers keep vLLM's own backend, which masks image tokens causally: %s.",
+            "; ".join(refused),
+        )
+    elif refused:
+        logger.info_once("No composite for the decoder layers: %s.", "; ".join(refused))
+    return None
