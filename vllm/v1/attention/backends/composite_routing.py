@@ -5,8 +5,7 @@ A policy reads host lengths and image ranges of the batch, decides for the whole
 to which level of CUDA graphs its decision cannot change between capture and replay.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -39,37 +38,33 @@ def requires_mm_prefix(
     Raises:
         ValueError: there are ranges but no `seq_lens_cpu_upper_bound`.
     """
-    images = metadata.mm_req_doc_ranges
-    if not images or not any(images.values()):
+    images, seq_lens = metadata.mm_req_doc_ranges, metadata.seq_lens_cpu_upper_bound
+    if not images:
         return False
-    if metadata.seq_lens_cpu_upper_bound is None:
+    # By far the most frequent batch, told without a look at its requests.
+    if metadata.max_query_len <= 1 and not unclamped_window and seq_lens is not None:
+        return False
+    if not any(images.values()):
+        return False
+    if seq_lens is None:
         raise ValueError(
             "The batch has image ranges but no seq_lens_cpu_upper_bound, without which the "
             "positions of its queries are unknown on the host. The model runner must set it "
             "in CommonAttentionMetadata."
         )
-    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-    requests = np.flatnonzero(query_lens > (0 if unclamped_window else 1))
-    index, start, stop = flatten_image_ranges(images, requests)
-    end = metadata.seq_lens_cpu_upper_bound.numpy()[index]
-    begin = end - query_lens[index]
-    if unclamped_window:
-        revealing = (start < end) & (stop >= begin)
-    else:
-        revealing = (start < end - 1) & (stop > begin)
-    return bool(np.any(revealing & (start < stop)))
-
-
-def flatten_image_ranges(
-    ranges: Mapping[int, Sequence[tuple[int, int]]], requests: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The image ranges of `requests` as three int64 arrays with one entry a range: the index
-    of its request, its start and its stop."""
-    lists = list(map(ranges.get, requests.tolist(), repeat(())))
-    counts = np.fromiter(map(len, lists), np.int64, len(lists))  # type: ignore[arg-type]
-    bounds = chain.from_iterable(chain.from_iterable(lists))  # type: ignore[arg-type]
-    flat = np.fromiter(bounds, np.int64, 2 * int(counts.sum()))
-    return np.repeat(requests, counts), flat[0::2], flat[1::2]
+    query_start = metadata.query_start_loc_cpu.numpy()
+    query_lens = query_start[1:] - query_start[:-1]
+    (requests,) = (query_lens > (0 if unclamped_window else 1)).nonzero()
+    ends = seq_lens.numpy()[requests]
+    begins = ends - query_lens[requests]
+    # An image must reach past the one and start before the other.
+    low, high = (begins - 1, ends) if unclamped_window else (begins, ends - 1)
+    # The ranges are lists of tuples, which a loop reads faster than numpy can take them in.
+    for request, past, before in zip(requests.tolist(), low.tolist(), high.tolist(), strict=True):
+        for start, stop in images.get(request, ()):
+            if stop > past and start < before and start < stop:
+                return True
+    return False
 
 
 def has_unclamped_window(layer: object) -> bool:

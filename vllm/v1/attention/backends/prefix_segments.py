@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,7 +27,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.composite_routing import (
     MMPrefixAttentionRouting,
     attention_layers,
-    flatten_image_ranges,
     has_unclamped_window,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -117,7 +117,7 @@ class _Images(NamedTuple):
 def _scheduled_images(
     begin: np.ndarray, seq_lens: np.ndarray, ranges: Mapping[int, Sequence[tuple[int, int]]]
 ) -> _Images:
-    request, start, stop = flatten_image_ranges(ranges, np.flatnonzero(begin < seq_lens))
+    request, start, stop = _flattened(ranges, np.flatnonzero(begin < seq_lens))
     order = np.lexsort((start, request))
     order = order[(start < stop)[order]]
     request, start, stop = request[order], start[order], stop[order]
@@ -126,6 +126,18 @@ def _scheduled_images(
     last = np.minimum(stop, seq_lens[request] - 1)
     images = _Images(request, start, first, last, last + 1, np.zeros_like(first))
     return images.take(np.flatnonzero(first <= last))
+
+
+def _flattened(
+    ranges: Mapping[int, Sequence[tuple[int, int]]], requests: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The image ranges of `requests` as three int64 arrays with one entry a range: the index
+    of its request, its start and its stop."""
+    lists = list(map(ranges.get, requests.tolist(), repeat(())))
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))  # type: ignore[arg-type]
+    bounds = chain.from_iterable(chain.from_iterable(lists))  # type: ignore[arg-type]
+    flat = np.fromiter(bounds, np.int64, 2 * int(counts.sum()))
+    return np.repeat(requests, counts), flat[0::2], flat[1::2]
 
 
 def _refuse_bad_ranges(request: np.ndarray, start: np.ndarray, stop: np.ndarray) -> None:
