@@ -10,7 +10,7 @@ STAMP := $(VENV)/.engine-$(ENGINE)
 SOURCES := $(shell find vllm -name '*.py') pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-engine lint clean
+.PHONY: help venv install demo test test-engine lint clean bench
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -52,3 +52,6 @@ lint: install ## ruff and mypy
 
 clean: ## remove .venv and what was built
 	rm -rf .venv .venv-* dist build out
+
+bench: install ## measure speed and memory beside what this replaces: QUICK=1 for a minute's run
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(BENCH)
