@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TOPICS = ("routing", "segments", "prefill")
+TOPICS = ("routing", "segments", "prefill", "memory", "startup", "serving")
 
 
 def main() -> int:

@@ -99,3 +99,8 @@ class Layer:
         return layer.impl.forward(
             layer, self.query, self.key, self.value, self.kernel.cache, self.metadata, self.output
         )
+
+    def step(self) -> torch.Tensor:
+        """Build the metadata and attend."""
+        self.build()
+        return self.attend()
