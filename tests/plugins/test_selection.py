@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.plugins import composite_attention
-from vllm.plugins.composite_attention import engine, selection
+from vllm.plugins.composite_attention import engine, pairs, selection
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -112,6 +112,15 @@ def test_a_gpu_backend_by_environment_is_refused_on_cpu(monkeypatch: pytest.Monk
 def test_a_composite_by_name_that_cannot_serve_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"CPU_PREFIX_ATTN was asked for .* DCP not supported"):
         chosen(AttentionBackendEnum["CPU_PREFIX_ATTN"], use_dcp=True)
+
+
+def test_a_pair_of_gpu_backends_by_name_is_refused_by_its_children() -> None:
+    """FLASH_ATTN would compare the device's capability, and a CPU has none."""
+    selected = pairs.backend_for("CPU_ATTN+FLASH_ATTN")
+    with pytest.raises(
+        ValueError, match=r"CPU_ATTN__FLASH_ATTN .*: FLASH_ATTN does not run on CPU"
+    ):
+        chosen(selected)
 
 
 def engine_arguments(backend: str | None) -> Any:

@@ -185,6 +185,15 @@ def test_building_metadata_proves_nothing() -> None:
     assert proofs(causal) == 1
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_pair_inside_a_composite_is_proven_as_well(place: int) -> None:
+    """Its causal child writes no keys: only the pair's own proof can show where it looks."""
+    children: list[Any] = [make_child("FIRST"), make_child("SECOND")]
+    children[place] = composite_of(PACKED, VALUE_FIRST)
+    with pytest.raises(ValueError, match=REFUSED):
+        serve(compose(*children, name="Outer"))
+
+
 def test_the_proof_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_COMPOSITE_STORAGE_PROOF", "0")
     assert serve(composite_of(PACKED, VALUE_FIRST)) is not None

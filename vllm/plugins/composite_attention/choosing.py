@@ -123,15 +123,12 @@ def judged(name: str, platform: Any, config: Any) -> Candidate:
 def reasons_against(backend: type[AttentionBackend], platform: Any, config: Any) -> list[str]:
     """What a backend and its children say against this layer, and children that the platform does
     not run."""
-    capability = platform.get_device_capability() or ABOVE_EVERY_FLOOR
-    reasons = backend.validate_configuration(**config._asdict(), device_capability=capability)
     if platform.is_cpu():
-        reasons += [
-            f"{leaf.get_name()} does not run on CPU"
-            for leaf in leaves(backend)
-            if not runs_on_cpu(leaf)
-        ]
-    return reasons
+        elsewhere = [leaf.get_name() for leaf in leaves(backend) if not runs_on_cpu(leaf)]
+        if elsewhere:
+            return [f"{name} does not run on CPU" for name in elsewhere]
+    capability = platform.get_device_capability() or ABOVE_EVERY_FLOOR
+    return backend.validate_configuration(**config._asdict(), device_capability=capability)
 
 
 def is_composite(backend: type) -> bool:

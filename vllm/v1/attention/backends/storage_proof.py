@@ -78,9 +78,10 @@ def prove_one_storage(
         layer_names,
     )
     layer: Any = next(iter(layers.values()), None)
-    if layer is None or not hasattr(layer.impl, "children"):
+    impl = None if layer is None else _impl_of(backend, layer.impl)
+    if impl is None:
         return
-    reason = _refusal(layer, backend, kv_cache_spec, vllm_config, device, tuple(builders))
+    reason = _refusal(layer, impl, backend, kv_cache_spec, vllm_config, device, tuple(builders))
     if reason is not None:
         raise ValueError(f"{reason} Choose another pair, or set {SWITCH}=0 to join them unproven.")
 
@@ -143,7 +144,7 @@ def reason_against(
         **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale"), one),
         **dict.fromkeys(("_q_scale_float", "_k_scale_float", "_v_scale_float"), 1.0),
     )
-    return _refusal(layer, backend, spec, get_current_vllm_config(), device, ())
+    return _refusal(layer, impl, backend, spec, get_current_vllm_config(), device, ())
 
 
 def _config_of_no_model(dtype: torch.dtype) -> VllmConfig:
@@ -154,6 +155,7 @@ def _config_of_no_model(dtype: torch.dtype) -> VllmConfig:
 
 def _refusal(
     layer: Any,
+    impl: Any,
     backend: Any,
     spec: AttentionSpec,
     vllm_config: VllmConfig,
@@ -164,7 +166,7 @@ def _refusal(
     case = (
         *backend.child_classes(),
         spec.dtype,
-        layer.impl.kv_cache_dtype,
+        impl.kv_cache_dtype,
         spec.head_size,
         spec.num_kv_heads,
         spec.block_size,
@@ -174,7 +176,7 @@ def _refusal(
     if case in _proven:
         return None
     try:
-        difference = _first_difference(layer, spec, layout, device, builders)
+        difference = _first_difference(layer, impl, spec, layout, device, builders)
         found = "they store keys and values differently, so each would read the other's as"
         found += f" something else. {difference}"
     except UnprovableError as error:
@@ -190,6 +192,14 @@ def _refusal(
         )
     _proven.add(case)
     return None
+
+
+def _impl_of(backend: Any, impl: Any) -> Any:
+    """The impl of the composite `backend`: `impl` itself, or the one nested in it."""
+    if getattr(type(impl), "backend_cls", None) is backend:
+        return impl
+    found = (_impl_of(backend, child) for child in getattr(impl, "children", ()))
+    return next(filter(None, found), None)
 
 
 class UnprovableError(Exception):
@@ -215,12 +225,13 @@ def _scratch_cache(
 
 def _first_difference(
     layer: Any,
+    impl: Any,
     spec: AttentionSpec,
     layout: KVCacheLayout,
     device: torch.device,
     builders: tuple[Any, ...],
 ) -> str | None:
-    general, causal = layer.impl.children
+    general, causal = impl.children
     num_tokens = spec.block_size + spec.block_size // 2 + 1
     # A sequence over two blocks in reverse order; block 0 is the engine's padding block.
     block_table = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
@@ -246,7 +257,7 @@ def _first_difference(
     if not builders:
         raise UnprovableError("Only one child's KV cache writer can be called here.")
     try:
-        return _reads_differently(layer, builders, key, value, written[0], block_table, slots)
+        return _reads_differently(layer, impl, builders, key, value, written[0], block_table, slots)
     except Exception as error:
         raise UnprovableError(f"Attending over a scratch cache failed: {error}.") from error
 
@@ -285,6 +296,7 @@ _AXES = ("block", "head", "token", "byte")
 
 def _reads_differently(
     layer: Any,
+    impl: Any,
     builders: tuple[Any, ...],
     key: torch.Tensor,
     value: torch.Tensor,
@@ -310,11 +322,11 @@ def _reads_differently(
     random = torch.Generator().manual_seed(1)
     query = torch.randn((1, layer.num_heads, layer.head_size), generator=random).to(key)
     outputs = []
-    for impl, builder in zip(layer.impl.children, builders, strict=True):
+    for child, builder in zip(impl.children, builders, strict=True):
         out = torch.zeros_like(query)
-        impl.forward(layer, query, key[-1:], value[-1:], written, builder.build(0, batch), out)
+        child.forward(layer, query, key[-1:], value[-1:], written, builder.build(0, batch), out)
         outputs.append(out.float())
-    expected = _attended(layer, query, key, value)
+    expected = _attended(layer, impl.children[0], query, key, value)
     for name, output, wanted in (
         ("the causal child's differs from the general child's", outputs[1], outputs[0]),
         ("the general child's differs from dense attention", outputs[0], expected),
@@ -328,11 +340,10 @@ def _reads_differently(
 
 
 def _attended(
-    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    layer: Any, impl: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor | None:
     """(1, heads, head_size) float: dense attention of the last position; None for a layer with
     more to it than a window (soft cap, alibi, sinks)."""
-    impl = layer.impl.children[0]
     if getattr(impl, "logits_soft_cap", None) or any(
         getattr(impl, name, None) is not None for name in ("alibi_slopes", "sinks")
     ):
