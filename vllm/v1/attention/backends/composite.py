@@ -371,13 +371,24 @@ class CompositeAttentionBackend(AttentionBackend):
         if general != causal:
             raise ValueError(
                 f"{_names(*cls.child_classes())} ask for different KV cache specs, so they "
-                f"cannot share one cache: {general} and {causal}. Choose another pair."
+                f"cannot share one cache: {_differences(general, causal)}. Choose another pair."
             )
         return general
 
 
 def _names(*children: type[AttentionBackend]) -> str:
     return " and ".join(child.get_name() for child in children)
+
+
+def _differences(spec: KVCacheSpec, other: KVCacheSpec) -> str:
+    mine, theirs = (
+        {"type": type(part).__name__} | getattr(part, "__dict__", {}) for part in (spec, other)
+    )
+    return ", ".join(
+        f"{field} {mine.get(field)} against {theirs.get(field)}"
+        for field in mine | theirs
+        if mine.get(field) != theirs.get(field)
+    )
 
 
 def _kernel_block_sizes(

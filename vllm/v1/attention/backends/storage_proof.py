@@ -16,9 +16,7 @@ import torch
 from vllm.config import (
     VllmConfig,
     get_current_vllm_config,
-    get_current_vllm_config_or_none,
     get_layers_from_vllm_config,
-    set_current_vllm_config,
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -96,7 +94,8 @@ def reason_against(
     num_kv_heads: int = 2,
 ) -> str | None:
     """Why the two children of a composite cannot share a KV cache, before there is any layer;
-    None if they can. Both must write the same bytes; nothing is attended.
+    None if they can. Both must write the same bytes; nothing is attended. vLLM's configuration
+    must be the current one, since impls read it.
 
     Args:
         backend: the composite's backend class; impls are made of it as for a plain layer.
@@ -108,32 +107,23 @@ def reason_against(
     """
     if os.environ.get(SWITCH) == "0":
         return None
-    if get_current_vllm_config_or_none() is None:
-        with set_current_vllm_config(_config_of_no_model(dtype)):
-            return reason_against(
-                backend,
-                device,
-                head_size=head_size,
-                dtype=dtype,
-                kv_cache_dtype=kv_cache_dtype,
-                num_kv_heads=num_kv_heads,
-            )
     cache_dtype = STR_DTYPE_TO_TORCH_DTYPE.get(kv_cache_dtype, dtype)
-    sizes = [getattr(n, "base", n) for n in backend.get_supported_kernel_block_sizes()]
-    spec = FullAttentionSpec(
-        block_size=max(min(sizes, default=16), 16),
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        dtype=cache_dtype,
-        kv_quant_mode=get_kv_quant_mode(kv_cache_dtype),
-    )
     try:
-        spec = backend.customize_spec(spec)
+        sizes = [getattr(n, "base", n) for n in backend.get_supported_kernel_block_sizes()]
+        spec = backend.customize_spec(
+            FullAttentionSpec(
+                block_size=max(min(sizes, default=16), 16),
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=cache_dtype,
+                kv_quant_mode=get_kv_quant_mode(kv_cache_dtype),
+            )
+        )
         impl = backend.get_impl_cls()(
             num_kv_heads, head_size, head_size**-0.5, num_kv_heads, None, None, kv_cache_dtype
         )
     except Exception as error:  # whatever it is, such a pair is no choice
-        return f"{backend.get_name()} cannot be made for such a layer: {error}"
+        return f"it cannot be made for such a layer: {error}"
     one = torch.ones(1, device=device)
     layer = SimpleNamespace(
         impl=impl,
@@ -145,12 +135,6 @@ def reason_against(
         **dict.fromkeys(("_q_scale_float", "_k_scale_float", "_v_scale_float"), 1.0),
     )
     return _refusal(layer, impl, backend, spec, get_current_vllm_config(), device, ())
-
-
-def _config_of_no_model(dtype: torch.dtype) -> VllmConfig:
-    vllm_config: Any = VllmConfig()
-    vllm_config.model_config = SimpleNamespace(dtype=dtype)  # which impls ask for
-    return vllm_config
 
 
 def _refusal(
