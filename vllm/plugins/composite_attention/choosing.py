@@ -123,10 +123,9 @@ def judged(name: str, platform: Any, config: Any) -> Candidate:
 def reasons_against(backend: type[AttentionBackend], platform: Any, config: Any) -> list[str]:
     """What a backend and its children say against this layer, and children that the platform does
     not run."""
-    if platform.is_cpu():
-        elsewhere = [leaf.get_name() for leaf in leaves(backend) if not runs_on_cpu(leaf)]
-        if elsewhere:
-            return [f"{name} does not run on CPU" for name in elsewhere]
+    elsewhere = [leaf.get_name() for leaf in leaves(backend) if not runs_here(leaf, platform)]
+    if elsewhere:
+        return [f"{name} does not run on CPU" for name in elsewhere]
     capability = platform.get_device_capability() or ABOVE_EVERY_FLOOR
     return backend.validate_configuration(**config._asdict(), device_capability=capability)
 
@@ -145,11 +144,16 @@ def leaves(backend: type) -> Iterator[Any]:
         yield from leaves(child)
 
 
-def runs_on_cpu(backend: type) -> bool:
-    """Whether a backend's kernels run on CPU: those made for it, Triton's in its interpreter, and
-    whatever is not vLLM's own."""
-    name, module = backend.get_name(), backend.__module__  # type: ignore[attr-defined]
-    if not module.startswith("vllm."):
+def runs_here(backend: type, platform: Any) -> bool:
+    """Whether a backend's kernels, or its children's, run on a platform, so far as they do not
+    say it themselves: CUDA's backends say nothing of CPUs. There, those made for it run, Triton's
+    in its interpreter, and whatever is not vLLM's own."""
+    return not platform.is_cpu() or all(map(_runs_on_cpu, leaves(backend)))
+
+
+def _runs_on_cpu(backend: type[AttentionBackend]) -> bool:
+    name = backend.get_name()
+    if not backend.__module__.startswith("vllm."):
         return True
     interpreted = HAS_TRITON and name.startswith("TRITON_ATTN")
     return interpreted or name.startswith(("CPU_", "AMX_"))

@@ -7,8 +7,18 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.plugins.composite_attention.pairs import backend_for, class_of
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
 def vllm_config(config: Any, num_heads: int = 4, num_kv_heads: int = 2) -> VllmConfig:
@@ -35,3 +45,41 @@ def vllm_config(config: Any, num_heads: int = 4, num_kv_heads: int = 2) -> VllmC
     cache = CacheConfig(cache_dtype=config.kv_cache_dtype or "auto", block_size=config.block_size)
     device = DeviceConfig(torch.device(current_platform.device_type))
     return VllmConfig(model_config=model, cache_config=cache, device_config=device)
+
+
+def reason_against(name: str, head_size: int) -> str | None:
+    """Why the children of a pair cannot share a KV cache on this device, found as it is when the
+    engine starts, by a layer of its own; None if they can.
+
+    Args:
+        name: the pair, as `VLLM_ATTENTION_BACKEND` takes it.
+        head_size: elements of a key of one head.
+    """
+    backend: Any = class_of(name)
+    backend_for(name)  # registers the name, which layers look up
+    dtype = torch.bfloat16
+    block_size = _block_size(backend)
+    config = AttentionSelectorConfig(head_size, dtype, "auto", block_size)
+    settings = vllm_config(config)
+    device = torch.device(current_platform.device_type)
+    try:
+        with set_current_vllm_config(settings), set_default_torch_dtype(dtype):
+            layer = Attention(
+                4,
+                head_size,
+                head_size**-0.5,
+                2,
+                cache_config=settings.cache_config,
+                prefix="layers.0",
+                attn_backend=backend,
+            )
+            spec = layer.get_kv_cache_spec(settings)
+            backend.get_builder_cls()(spec, [layer.layer_name], settings, device)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _block_size(backend: Any) -> int:
+    sizes = [getattr(size, "base", size) for size in backend.get_supported_kernel_block_sizes()]
+    return max(min(sizes, default=16), 16)

@@ -203,7 +203,7 @@ def _named_by_environment(
     from vllm.plugins.composite_attention import choosing
 
     if current_platform.is_cpu():  # where vLLM takes no notice of a name
-        if not choosing.runs_on_cpu(selected.get_class()):
+        if not choosing.runs_here(selected.get_class(), current_platform):
             raise ValueError(
                 f"{VARIABLE} asks for {selected.name}, which does not run on CPU. "
                 f"{_what_can(config, num_heads)}"

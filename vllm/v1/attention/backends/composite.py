@@ -749,7 +749,7 @@ def _create(
     if general_backend is causal_backend:
         return general_backend
     for child in (general_backend, causal_backend):
-        _refuse_child(child, f"{name} of {_names(general_backend, causal_backend)}")
+        refuse_child(child, f"{name} of {_names(general_backend, causal_backend)}")
 
     if not hasattr(routing_policy, "select"):
         raise ValueError(
@@ -779,7 +779,13 @@ def _create(
     return backend
 
 
-def _refuse_child(child: type[AttentionBackend], composite: str) -> None:
+def refuse_child(child: type[AttentionBackend], composite: str) -> None:
+    """Raise ValueError, with the reason, if a backend can be no child of any composite.
+
+    Args:
+        child: the backend.
+        composite: what it was to be a child of, for the sentence.
+    """
     if child.forward_includes_kv_cache_update:
         raise ValueError(
             f"{child.get_name()} cannot be a child of {composite}: its forward writes the KV "

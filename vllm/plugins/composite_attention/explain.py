@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand `explain`: which attention backend vLLM would take for each kind of a model's
+decoder layers on this machine, and what speaks against each other candidate."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+EPILOG = """\
+MODEL is a folder or a name, as vLLM takes it; only its configuration is read. What follows it and
+is not listed above goes to vLLM: --kv-cache-dtype fp8, --dtype bfloat16, --attention-backend ...
+Without MODEL, the layer is described by --head-size and the other options.
+
+examples:
+  python -m vllm.plugins.composite_attention explain google/gemma-3-4b-it --kv-cache-dtype fp8
+  python -m vllm.plugins.composite_attention explain --head-size 256 --kv-cache-dtype fp8
+
+exit status: 0 every layer gets a backend; 1 the engine would not start; 2 misuse
+"""
+
+
+class Layer(NamedTuple):
+    """A kind of decoder layer."""
+
+    layers: int
+    head_size: int
+    windowed: bool
+    num_heads: int
+
+
+class Answer(NamedTuple):
+    """What a kind of layer gets."""
+
+    layer: Layer
+
+    chosen: str | None
+    """The backend's name; None where the choice is refused."""
+
+    reason: str
+    """Why it is that one: `automatic`, or who has asked for it; or the refusal's sentence."""
+
+    candidates: list[Any]
+    """`choosing.Candidate`s: those considered when nobody asks, the best first."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's arguments to its parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.usage = "%(prog)s [-h] [--json] MODEL [vLLM's arguments ...]\n"
+    parser.usage += "       %(prog)s [-h] [--json] --head-size N [options]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="whose layers; see below")
+    parser.add_argument("--dtype", metavar="T", help="default: the model's, or bfloat16")
+    parser.add_argument("--kv-cache-dtype", metavar="T", help="default: auto")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    layer = parser.add_argument_group("a layer of no model")
+    layer.add_argument("--head-size", type=int, metavar="N", help="elements of one head")
+    layer.add_argument("--num-heads", type=int, default=8, metavar="N", help="default: 8")
+    layer.add_argument("--window", action="store_true", help="it has a sliding window")
+    layer.add_argument("--causal", action="store_true", help="it needs no image mask")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answers; the exit status, 1 where a choice is refused.
+
+    Raises:
+        ValueError: neither or both of a model and a layer are given.
+    """
+    if (arguments.model is None) == (arguments.head_size is None):
+        raise ValueError("Give a MODEL, or describe a layer with --head-size N.")
+    try:
+        title, found = answers(arguments)
+    except _RefusedError as error:
+        print(f"The engine would not start: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps([a._asdict() | {"layer": a.layer._asdict()} for a in found], indent=2))
+    else:
+        print("\n".join([title, *(line for answer in found for line in as_text(answer))]))
+    return int(any(answer.chosen is None for answer in found))
+
+
+class _RefusedError(Exception):
+    """vLLM takes no such arguments or model."""
+
+
+def answers(arguments: argparse.Namespace) -> tuple[str, list[Answer]]:
+    """A line on what was asked about, and what each kind of its decoder layers gets."""
+    from vllm.config import set_current_vllm_config
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    settings, layers, masked = (
+        _of_no_model(arguments) if arguments.model is None else _of_model(arguments)
+    )
+    asked = settings.attention_config.backend
+    with set_current_vllm_config(settings):
+        found = [_answer(layer, settings, masked, asked) for layer in layers]
+    from vllm.platforms import current_platform
+
+    images = "image tokens attend both ways" if masked else "causal throughout"
+    what = arguments.model or "a layer of no model"
+    return f"{what} on {_device(current_platform)}: {images}", found
+
+
+def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="explain"))
+    named = {"--dtype": arguments.dtype, "--kv-cache-dtype": arguments.kv_cache_dtype}
+    ours = [part for name, value in named.items() if value for part in (name, value)]
+    given = parser.parse_args(["--model", arguments.model, *ours, *arguments.rest])
+    try:
+        settings = EngineArgs.from_cli_args(given).create_engine_config()
+    except (ValueError, OSError) as error:
+        raise _RefusedError(_sentence(error)) from error
+    return settings, layers_of(settings), settings.model_config.is_mm_prefix_lm
+
+
+def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
+    import torch
+    from vllm.plugins.composite_attention import one_layer
+    from vllm.plugins.composite_attention.selection import asked_by_environment
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    if arguments.rest:
+        raise ValueError(f"{' '.join(arguments.rest)} goes to vLLM, with a MODEL only.")
+    dtype = getattr(torch, arguments.dtype or "bfloat16", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{arguments.dtype} is no dtype of torch, such as bfloat16.")
+    layer = AttentionSelectorConfig(
+        arguments.head_size, dtype, arguments.kv_cache_dtype or "auto", None
+    )
+    try:
+        settings = one_layer.vllm_config(layer, arguments.num_heads)
+        settings.attention_config.backend = asked_by_environment()
+    except ValueError as error:
+        raise _RefusedError(_sentence(error)) from error
+    kind = Layer(1, arguments.head_size, arguments.window, arguments.num_heads)
+    return settings, [kind], not arguments.causal
+
+
+def layers_of(settings: Any) -> list[Layer]:
+    """The kinds of a model's decoder layers, by its configuration."""
+    model, parallel = settings.model_config, settings.parallel_config
+    text = model.hf_text_config
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    kinds: dict[Layer, int] = {}
+    for i in range(model.model_arch_config.total_num_hidden_layers):
+        sizes = model.model_arch_config[i]
+        windowed = bool(window) and (types is None or "sliding" in types[i])
+        heads = model.get_num_attention_heads(parallel, sizes)
+        kind = Layer(0, sizes.head_size, windowed, heads)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [kind._replace(layers=count) for kind, count in kinds.items()]
+
+
+def _answer(layer: Layer, settings: Any, masked: bool, asked: Any) -> Answer:
+    from vllm.platforms import current_platform
+    from vllm.plugins.composite_attention import choosing
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    question = _question(layer, settings, masked)
+    candidates = list(choosing.candidates(current_platform, question, layer.num_heads))
+    try:
+        path = current_platform.get_attn_backend_cls(asked, question, layer.num_heads)
+        chosen = resolve_obj_by_qualname(path).get_name()
+        reason = "automatic" if asked is None else f"{asked.name} was asked for"
+    except (ValueError, ImportError) as error:
+        chosen, reason = None, _sentence(error)
+    return Answer(layer, chosen, reason, candidates)
+
+
+def _question(layer: Layer, settings: Any, masked: bool) -> Any:
+    """vLLM's `AttentionSelectorConfig` for this layer, as vLLM itself makes it."""
+    from vllm.v1.attention import selector
+
+    asked: dict[str, Any] = {}
+    with _replaced(selector, "_cached_get_attn_backend", asked.update):
+        selector.get_attn_backend(
+            layer.head_size,
+            settings.model_config.dtype,
+            settings.cache_config.cache_dtype,
+            use_mla=settings.model_config.use_mla,
+            use_mm_prefix=masked,
+            has_sliding_window=layer.windowed,
+            num_heads=layer.num_heads,
+        )
+    return asked["attn_selector_config"]
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def as_text(answer: Answer) -> Iterator[str]:
+    """For a terminal: the layer, what it gets, and each other candidate with what speaks against
+    it."""
+    layer = answer.layer
+    window = ", sliding window" if layer.windowed else ""
+    number = f"{layer.layers} layer{'s' if layer.layers > 1 else ''}"
+    yield ""
+    yield f"{number}: head size {layer.head_size}{window}"
+    yield f"  {answer.chosen or 'refused'}  ({answer.reason})"
+    others = [(name, reasons) for name, reasons in answer.candidates if name != answer.chosen]
+    wide = max((len(name) for name, _ in others), default=0)
+    for name, reasons in others:
+        yield f"    not {name:{wide}}  {'; '.join(reasons) or 'comes after it'}"
+
+
+def _device(platform: Any) -> str:
+    capability = platform.get_device_capability()
+    if capability is None:
+        return platform.device_type
+    return f"{platform.get_device_name()} (capability {capability.as_version_str()})"
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says; of a validation error, the sentence in it."""
+    problems = getattr(error, "errors", None)
+    if callable(problems):
+        return "; ".join(str(problem["msg"]) for problem in problems())
+    return str(error)
