@@ -42,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and module is not explain:  # which hands what it does not know to vLLM
         parser().parse_args(given)
     parsed.rest = rest
-    # The answer is for reading: vLLM's log only where it has been asked for.
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
         return module.run(parsed)
     except ValueError as error:
@@ -55,5 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def without_log() -> None:
+    """Keep vLLM's log out of the answer, unless it has been asked for."""
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
 if __name__ == "__main__":
+    without_log()
     sys.exit(main())

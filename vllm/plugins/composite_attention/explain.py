@@ -113,7 +113,9 @@ def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="explain"))
     named = {"--dtype": arguments.dtype, "--kv-cache-dtype": arguments.kv_cache_dtype}
     ours = [part for name, value in named.items() if value for part in (name, value)]
-    given = parser.parse_args(["--model", arguments.model, *ours, *arguments.rest])
+    given, unknown = parser.parse_known_args(["--model", arguments.model, *ours, *arguments.rest])
+    if unknown:
+        raise ValueError(f"Neither this command nor vLLM takes {' '.join(unknown)}.")
     try:
         settings = EngineArgs.from_cli_args(given).create_engine_config()
     except (ValueError, OSError) as error:
@@ -170,7 +172,10 @@ def _answer(layer: Layer, settings: Any, masked: bool, asked: Any) -> Answer:
     try:
         path = current_platform.get_attn_backend_cls(asked, question, layer.num_heads)
         chosen = resolve_obj_by_qualname(path).get_name()
-        reason = "automatic" if asked is None else f"{asked.name} was asked for"
+        reason = "automatic"
+        if asked is not None:
+            taken = "" if asked.name == chosen else ", which vLLM does not take here"
+            reason = f"{asked.name} was asked for{taken}"
     except (ValueError, ImportError) as error:
         chosen, reason = None, _sentence(error)
     return Answer(layer, chosen, reason, candidates)
@@ -216,7 +221,7 @@ def as_text(answer: Answer) -> Iterator[str]:
     others = [(name, reasons) for name, reasons in answer.candidates if name != answer.chosen]
     wide = max((len(name) for name, _ in others), default=0)
     for name, reasons in others:
-        yield f"    not {name:{wide}}  {'; '.join(reasons) or 'comes after it'}"
+        yield f"    {name:{wide}}  {'; '.join(reasons) or 'could serve'}"
 
 
 def _device(platform: Any) -> str:
