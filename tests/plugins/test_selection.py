@@ -216,3 +216,38 @@ def test_a_scheduler_of_the_users_is_kept_with_a_warning(
         "their.Scheduler"
     )
     assert "their.Scheduler may end a step inside an image" in caplog.text
+
+
+def after_the_models_wish(
+    *, given: str | None = None, drafter: bool = False, masked: bool = True
+) -> AttentionBackendEnum | None:
+    """The backend after a model like Gemma 4 has asked for TRITON_ATTN where none is given."""
+
+    def wish(vllm_config: Any) -> None:
+        if vllm_config.attention_config.backend is None:
+            vllm_config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+
+    vllm_config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=given and AttentionBackendEnum[given]),
+        model_config=SimpleNamespace(is_mm_prefix_lm=masked),
+        speculative_config=SimpleNamespace() if drafter else None,
+    )
+    selection._without_the_models_wish(wish, vllm_config)
+    return vllm_config.attention_config.backend
+
+
+def test_a_models_wish_leaves_the_choice_of_a_composite_open() -> None:
+    assert after_the_models_wish() is None
+
+
+@pytest.mark.parametrize("given", ["TRITON_ATTN", "FLASH_ATTN"])
+def test_what_the_user_names_is_no_models_wish(given: str) -> None:
+    assert after_the_models_wish(given=given) is AttentionBackendEnum[given]
+
+
+def test_a_drafter_keeps_the_backend_that_the_model_has_asked_for() -> None:
+    assert after_the_models_wish(drafter=True) is AttentionBackendEnum.TRITON_ATTN
+
+
+def test_a_text_model_keeps_its_wish() -> None:
+    assert after_the_models_wish(masked=False) is AttentionBackendEnum.TRITON_ATTN
