@@ -3,6 +3,7 @@ stock vLLM, and Hugging Face transformers. Each lives in a process of its own an
 command at a time, so that they can be measured in turns on the same cores."""
 
 import dataclasses
+import logging
 import multiprocessing
 import os
 import time
@@ -53,11 +54,11 @@ def assemble(**text: Any) -> Parts:
 FAMILY: Family = dataclasses.replace(GEMMA3, assemble=assemble, image_tokens=IMAGE_TOKENS)
 
 
-def model(folder: Path) -> Path:
-    """The checkpoint, written into `folder` unless it is there."""
+def model(folder: Path, **text: Any) -> Path:
+    """The checkpoint, written into `folder` unless it is there; `text` changes its layers."""
     written = folder / "written"
     if not written.exists():
-        FAMILY.build(folder)
+        FAMILY.build(folder, **text)
         written.touch()
     return folder
 
@@ -87,7 +88,7 @@ class Served:
     tokens: int
     """Generated in all."""
     attention: float = 0.0
-    """Spent in attention layers, where it was asked for."""
+    """Spent in attention layers until every request had its first token, where it was asked for."""
     prompt_lens: tuple[int, ...] = ()
 
     @property
@@ -155,6 +156,7 @@ class Engine:
 
 
 def _serve(pipe: Any, who: str, folder: Path, dtype: str, options: dict[str, Any]) -> None:
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
         make = _hugging_face if who == HUGGING_FACE else _vllm
         answer = make(folder, dtype, options)
@@ -174,7 +176,6 @@ def _vllm(folder: Path, dtype: str, options: dict[str, Any]) -> Callable[..., Se
 
     settings: dict[str, Any] = {
         "dtype": dtype,
-        "enforce_eager": True,
         "enable_prefix_caching": False,
         "mm_processor_cache_gb": 0,
         "max_num_seqs": 32,
@@ -195,8 +196,10 @@ def _vllm(folder: Path, dtype: str, options: dict[str, Any]) -> Callable[..., Se
         first: dict[str, float] = {}
         lengths: dict[str, int] = {}
         tokens = 0
+        attending = 0.0
         while engine.has_unfinished_requests():
             outputs: list[Any] = engine.step()
+            attending = attending if len(first) == len(prompts) else clock.seconds
             for output in outputs:
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.perf_counter() - began)
@@ -209,7 +212,7 @@ def _vllm(folder: Path, dtype: str, options: dict[str, Any]) -> Callable[..., Se
             [first[name] for name in names],
             end,
             tokens,
-            clock.seconds,
+            attending,
             tuple(lengths[name] for name in names),
         )
 
@@ -217,7 +220,7 @@ def _vllm(folder: Path, dtype: str, options: dict[str, Any]) -> Callable[..., Se
 
 
 class _Clock:
-    """Adds up what CPU_ATTN's forward takes while it watches."""
+    """Adds up what CPU_ATTN's forward takes while it watches; stock calls it once a layer."""
 
     def __init__(self) -> None:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -243,9 +246,9 @@ class _Clock:
 
 def _hugging_face(folder: Path, dtype: str, options: dict[str, Any]) -> Callable[..., Served]:
     from transformers import AutoModelForImageTextToText, AutoProcessor, StoppingCriteriaList
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     torch.set_num_threads(os.cpu_count() or 1)
     processor: Any = AutoProcessor.from_pretrained(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(

@@ -48,7 +48,7 @@ class Row:
 
     `ours` and `theirs` are medians in `unit`; `ratio` and its quartiles `low` and `high` are what
     the target bounds, or, without a target, what there is to know. `panel`, `series` and `x` place
-    the row in the picture.
+    the row in the picture; `floor` says, where the target is missed, what could be reached.
     """
 
     topic: str
@@ -65,6 +65,7 @@ class Row:
     panel: str = ""
     series: str = ""
     x: float = 0
+    floor: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -98,21 +99,36 @@ class Pairs:
         return Row(topic, what, against, ours, theirs, unit, ratio, low, high, len(ratios), **more)
 
 
-def measure(ours: Work, theirs: Work, *, pairs: int, seconds: float = 0.0) -> Pairs:
+def measure(
+    ours: Work, theirs: Work, *, pairs: int, seconds: float = 0.0, limit: float = 8.0
+) -> Pairs:
     """Time both in turns, in changing order, after a warm-up of each.
 
     Args:
         pairs: how many times each is measured.
         seconds: a measurement repeats the call until it has taken about this long, and is the
             time of one call.
+        limit: seconds after which three pairs are enough.
     """
     timed = [_Timed(ours, seconds), _Timed(theirs, seconds)]
-    times = np.zeros((pairs, 2))
+    times: list[list[float]] = []
     with _no_collection():
-        for pair in range(pairs):
-            for which in (0, 1) if pair % 2 else (1, 0):
-                times[pair, which] = timed[which]()
-    return Pairs(times[:, 0], times[:, 1])
+        for order in in_turns(pairs, limit):
+            taken = [0.0, 0.0]
+            for which in order:
+                taken[which] = timed[which]()
+            times.append(taken)
+    return Pairs(*np.array(times).T)
+
+
+def in_turns(pairs: int, limit: float) -> Iterator[tuple[int, int]]:
+    """Which of the two goes first and which second, for each of `pairs` pairs; for three of them
+    where those take more than `limit` seconds."""
+    began = time.perf_counter()
+    for pair in range(pairs):
+        if pair >= 3 and time.perf_counter() - began > limit:
+            return
+        yield (0, 1) if pair % 2 else (1, 0)
 
 
 class _Timed:
@@ -120,8 +136,8 @@ class _Timed:
         self.work = work
         self.calls = 1
         work()
-        once = min(self(), self())
-        self.calls = max(1, round(seconds / once))
+        if seconds:
+            self.calls = max(1, round(seconds / min(self(), self())))
 
     def __call__(self) -> float:
         work = self.work
@@ -171,6 +187,39 @@ def _short(value: float) -> str:
     if value == 0 or 0.1 <= abs(value) < 10:
         return f"{value:.3f}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def report(rows: Sequence[Row], about: dict[str, str], profiles: Iterable[str], note: str) -> str:
+    """The Markdown page: what was measured where, the table, what is missed and why."""
+    bounded = [row for row in rows if row.target is not None]
+    missed = [row for row in bounded if not row.met]
+    lines = [
+        "# Results",
+        "",
+        f"Written by `make bench` on {about['date']}." + (f" **{note}**" if note else ""),
+        "Ours and the other are always run in turns; a ratio is the median over such pairs, beside",
+        "its quartiles. Where it is of times, a target of at least 1x and more says how many times",
+        "as long the other takes, a target of at most so much how many times as long ours takes.",
+        "",
+        *(f"- {name}: {value}" for name, value in about.items() if name != "date"),
+        "",
+        f"**{len(bounded) - len(missed)} of {len(bounded)} targets met.**",
+        "",
+        "![Times of this project and of what it is compared with](curves.png)",
+        "",
+        table(rows),
+        "",
+    ]
+    if missed:
+        lines += ["## Missed", ""]
+        lines += [
+            f"- {row.topic}, {row.what}, against {row.against}: {_short(row.ratio)}"
+            f"{row.target.unit if row.target else ''}, wanted {row.target}. {row.floor}".rstrip()
+            for row in missed
+        ]
+        lines.append("")
+    lines += ["## What the profiles showed", "", *(f"- {line}" for line in profiles)]
+    return "\n".join(lines) + "\n"
 
 
 def write_json(rows: Sequence[Row], about: dict[str, Any], to: Path) -> None:

@@ -12,6 +12,11 @@ import torch
 from benchmarks.harness import Row, Target, at_least, at_most, measure
 
 TOPIC = "routing decision"
+PROFILE = (
+    "Routing: vLLM's decision spends its time on reading tensors element by element and on the "
+    "ranges of every request; ours takes the requests with several queries out of two arrays and "
+    "reads the ranges of those alone, in a plain loop, which beats any conversion to an array."
+)
 SIZES = (16, 256, 1024)
 TARGETS = {16: 5, 256: 20, 1024: 25}
 TEXT_ONLY = "text only, 4 queries each"

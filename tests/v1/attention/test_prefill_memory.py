@@ -27,6 +27,10 @@ def prefill(
     config = make_config(folder, torch.float32)
     kernel = KernelUnderTest(config, backend, windows=(window,), num_blocks=num_blocks)
     common, slots = kernel.metadata(requests, np.random.default_rng(0))
+    # As wide as for a model of 131072 tokens, of which the prompt uses a part.
+    table = torch.zeros(1, 131072 // 32, dtype=torch.int32)
+    table[:, : num_tokens // 32] = common.block_table_tensor
+    common = common.replace(block_table_tensor=table)
     key, value = (kernel.random_keys(len(slots)) for _ in range(2))
     query = torch.randn(num_tokens, kernel.num_heads, kernel.head_size)
     output = torch.empty_like(query)
