@@ -14,6 +14,8 @@ import torch
 from tests.v1.attention.cpu_kernel import KernelUnderTest, Request, make_config
 
 IMAGE_TOKENS = 256
+BLOCK_SIZE = 128
+"""What vLLM takes on CPU unless it is told another size."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,13 +46,15 @@ def backends() -> tuple[Any, Any]:
 
 
 def kernels(
-    shape: Shape, dtype: str, window: int | None, num_blocks: int = 8
+    shape: Shape, dtype: str, window: int | None, requests: Sequence[Request]
 ) -> tuple[KernelUnderTest, KernelUnderTest]:
-    """One layer with its builder behind this project's composite, and one behind CPU_ATTN."""
+    """One layer with its builder behind this project's composite, and one behind CPU_ATTN, each
+    with a cache that holds the requests."""
     made = []
+    num_blocks = 1 + sum(-(-request.seq_len // BLOCK_SIZE) for request in requests)
     for backend in backends():
         with tempfile.TemporaryDirectory() as folder:
-            config = make_config(Path(folder), DTYPES[dtype])
+            config = make_config(Path(folder), DTYPES[dtype], block_size=BLOCK_SIZE)
         made.append(
             KernelUnderTest(
                 config,

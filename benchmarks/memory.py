@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.harness import Row, Target, at_most
-from benchmarks.kernels import GEMMA3_4B, Layer, kernels, prompt
+from benchmarks.kernels import BLOCK_SIZE, GEMMA3_4B, Layer, kernels, prompt
 from benchmarks.prefill import WINDOW, Dense
 from tests.allocations import allocations
 
@@ -29,12 +29,10 @@ def run(quick: bool) -> Iterator[Row]:
 
 def _rows(dtype: str, window: int | None, dense_too: bool = False) -> Iterator[Row]:
     request = prompt(NUM_TOKENS, NUM_IMAGES)
-    ours, stock = (
-        Layer(k, [request]) for k in kernels(GEMMA3_4B, dtype, window, NUM_TOKENS // 32 + 2)
-    )
+    ours, stock = (Layer(k, [request]) for k in kernels(GEMMA3_4B, dtype, window, [request]))
     for layer in (ours, stock):
         table = layer.common.block_table_tensor
-        wide = torch.nn.functional.pad(table, (0, LONGEST // 32 - table.shape[1]))
+        wide = torch.nn.functional.pad(table, (0, LONGEST // BLOCK_SIZE - table.shape[1]))
         layer.common = layer.common.replace(block_table_tensor=wide)
 
     def dense() -> torch.Tensor:

@@ -102,8 +102,7 @@ def _beside_the_peak(what: str, shape: Shape, dtype: str, attended: int, taken: 
 
 
 def _layers(shape: Shape, dtype: str, window: int | None, request: Request) -> tuple[Layer, Layer]:
-    blocks = request.seq_len // 32 + 2
-    ours, stock = (Layer(k, [request]) for k in kernels(shape, dtype, window, blocks))
+    ours, stock = (Layer(k, [request]) for k in kernels(shape, dtype, window, [request]))
     ours.build()
     stock.build()
     return ours, stock
@@ -174,8 +173,7 @@ def _text(quick: bool) -> Iterator[Row]:
     }
     for dtype in ("bfloat16",) if quick else ("float32", "bfloat16"):
         for step, requests in steps.items():
-            blocks = sum(r.seq_len for r in requests) // 32 + 33
-            ours, stock = (Layer(k, requests) for k in kernels(GEMMA3_4B, dtype, WINDOW, blocks))
+            ours, stock = (Layer(k, requests) for k in kernels(GEMMA3_4B, dtype, WINDOW, requests))
             taken = measure(
                 ours.step,
                 stock.step,

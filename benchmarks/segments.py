@@ -33,9 +33,8 @@ def run(quick: bool) -> Iterator[Row]:
 
 
 def _rows(dtype: str, window: int | None, quick: bool) -> Iterator[Row]:
-    blocks = NUM_REQUESTS * -(-NUM_TOKENS // 32) + 2
-    ours, stock = kernels(GEMMA3_4B, dtype, window, num_blocks=blocks)
     requests = [prompt(NUM_TOKENS, NUM_IMAGES)] * NUM_REQUESTS
+    ours, stock = kernels(GEMMA3_4B, dtype, window, requests)
     common, _ = ours.metadata(requests, np.random.default_rng(0))
     cut = _as_cut(ours.builder, common)
     name = f"{NUM_REQUESTS} requests, {NUM_IMAGES} images each, {dtype}"
