@@ -72,10 +72,12 @@ class CPUSegmentsMetadataBuilder(PrefixSegmentsMetadataBuilder):
     causal_flag_dtype = cpu_causal_flag_dtype()
     window_size: int
 
-    def build_wider(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        without_window = copy.copy(self)
-        without_window.window_size = -1  # plan every key; the kernel masks by the impl's window
-        return super(CPUSegmentsMetadataBuilder, without_window).build_wider(common_attn_metadata)
+    def build_wider(self, common_attn_metadata: CommonAttentionMetadata, window: int) -> Any:
+        # A plan for more keys than the window shows may give a thread none that it shows, whose
+        # part of the answer is wrong where the layer has sinks.
+        wider = copy.copy(self)
+        wider.window_size = window
+        return super(CPUSegmentsMetadataBuilder, wider).build_wider(common_attn_metadata, window)
 
 
 CPUSegmentsBackend = create_prefix_segments_backend(

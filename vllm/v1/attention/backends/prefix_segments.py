@@ -406,9 +406,9 @@ class PrefixSegmentsMetadataBuilder:
             batches, functools.partial(build, common_attn_metadata), ranges
         )
 
-    def build_wider(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """The child's metadata for rows that are attended with another window than the layers'.
-        A child whose metadata depends on the window overrides this."""
+    def build_wider(self, common_attn_metadata: CommonAttentionMetadata, window: int) -> Any:
+        """The child's metadata for rows that are attended with a window of `window` tokens instead
+        of the layers'. A child whose metadata depends on the window overrides this."""
         return super().build(0, common_attn_metadata)  # type: ignore[misc]
 
     def _batch(
@@ -427,7 +427,7 @@ class PrefixSegmentsMetadataBuilder:
             part = Segments(*(column[segments.window == window] for column in segments))
             rows = torch.from_numpy(_rows_of(part)).to(common.slot_mapping.device)
             packed = part._replace(first_row=np.cumsum(part.num_rows) - part.num_rows)
-            metadata = self.build_wider(self._as_requests(common, packed, rows))
+            metadata = self.build_wider(self._as_requests(common, packed, rows), window)
             wider.append((window, rows, metadata))
         return SegmentBatch(build(self._as_requests(common, narrow, None)), wider)
 
