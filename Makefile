@@ -10,7 +10,7 @@ STAMP := $(VENV)/.engine-$(ENGINE)
 SOURCES := $(shell find vllm -name '*.py') pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-engine lint clean bench
+.PHONY: help venv install demo test fuzz test-engine lint clean bench
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -36,6 +36,11 @@ demo: install ## answer a prompt with a picture three ways: stock vLLM, this pro
 
 test: install ## run the tests against the installed wheel
 	$(BIN)/python -m pytest $(TESTS)
+
+fuzz: install ## run the property tests on 10,000 new examples each, for about half an hour
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest --timeout=0 $(or $(TESTS),$(PROPERTIES))
+
+PROPERTIES := tests/v1/attention/test_capture_replay.py $(wildcard tests/v1/*/test_*_properties.py)
 
 test-engine: ## run the tests that fit another engine in a venv of its own: VERSION=0.30.0
 	@test -n "$(VERSION)" || { echo "which engine? make test-engine VERSION=0.30.0"; exit 2; }

@@ -13,5 +13,5 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 
 settings.register_profile("quick", max_examples=150, derandomize=True, deadline=None, database=None)
-settings.register_profile("fuzz", max_examples=20_000, deadline=None)
+settings.register_profile("fuzz", max_examples=10_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -115,7 +115,7 @@ def test_images_longer_than_the_window_agree(
 
 def test_full_and_sliding_layers_of_one_group_agree(kernel: MakeKernel) -> None:
     errors = kernel(windows=(None, 16, 64)).errors(MIXED)
-    assert max(errors) < TOLERANCE[torch.float32]
+    assert all(error < TOLERANCE[torch.float32] for error in errors)  # no NaN, as max() might
 
 
 def clear(metadata: PrefixSegmentsMetadata) -> None:
