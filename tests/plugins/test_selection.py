@@ -9,9 +9,10 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.plugins import composite_attention
-from vllm.plugins.composite_attention import engine, pairs, selection
+from vllm.plugins.composite_attention import choosing, engine, pairs, selection
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 COMPOSITE = "vllm.v1.attention.backends.cpu_prefix_attn.CPUPrefixAttentionBackend"
@@ -107,6 +108,60 @@ def test_a_gpu_backend_by_environment_is_refused_on_cpu(monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
     with pytest.raises(ValueError, match="asks for FLASH_ATTN, which does not run on CPU"):
         chosen(AttentionBackendEnum.FLASH_ATTN, use_mm_prefix=False)
+
+
+def test_a_backend_that_cannot_be_imported_is_refused_by_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    with pytest.raises(ValueError, match="FLASHINFER cannot be loaded: No module named"):
+        chosen(AttentionBackendEnum.FLASHINFER, use_mm_prefix=False)
+
+
+def test_another_kind_of_cpu_backend_by_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM would serve an MLA layer with CPU_MLA, whatever is asked for."""
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_ATTN")
+    with pytest.raises(ValueError, match=r"CPU_ATTN was asked for .* MLA not supported"):
+        chosen(AttentionBackendEnum.CPU_ATTN, use_mla=True, use_mm_prefix=False)
+
+
+class SomebodysBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+
+@pytest.fixture
+def custom() -> Iterator[AttentionBackendEnum]:
+    register_backend(AttentionBackendEnum.CUSTOM)(SomebodysBackend)
+    yield AttentionBackendEnum.CUSTOM
+    AttentionBackendEnum.CUSTOM.clear_override()
+
+
+@pytest.mark.parametrize("environment", ["", "CUSTOM"], ids=["argument", "environment"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_backend_that_somebody_has_registered_serves_where_it_is_asked_for(
+    masked: bool, environment: str, custom: AttentionBackendEnum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", environment)
+    assert chosen(custom, use_mm_prefix=masked) == f"{__name__}.SomebodysBackend"
+    assert chosen(custom, attn_type=AttentionType.ENCODER_ONLY) == STOCK
+
+
+def test_triton_by_environment_serves_where_it_runs_on_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In Triton's interpreter."""
+    monkeypatch.setattr(choosing, "HAS_TRITON", True)
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TRITON_ATTN")
+    triton = AttentionBackendEnum.TRITON_ATTN
+    assert chosen(triton) == triton.get_path()
 
 
 def test_a_composite_by_name_that_cannot_serve_is_refused_with_the_reason() -> None:

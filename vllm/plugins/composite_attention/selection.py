@@ -167,9 +167,9 @@ def _choose(
         ValueError: the user has named a backend that cannot serve this layer here.
     """
     selected, config = selected_backend, attn_selector_config
-    if selected is not None and _is_ours(selected):
+    if selected is not None and (_is_ours(selected) or _is_lost_on_cpu(selected)):
         if config.attn_type == AttentionType.DECODER:
-            return _named_composite(selected, config, num_heads)
+            return _named(selected, config, num_heads)
         selected = None  # a composite routes decoder layers only
     by_environment = selected is not None and selected is asked_by_environment()
     if by_environment:
@@ -185,7 +185,13 @@ def _choose(
     return stock(selected, config, num_heads)
 
 
-def _named_composite(selected: Any, config: Any, num_heads: int | None) -> str:
+def _is_lost_on_cpu(backend: Any) -> bool:
+    """Whether vLLM, which takes no notice of names on CPU, would pass over a backend that somebody
+    else has registered. One of vLLM's own may be the model's wish instead of the user's."""
+    return current_platform.is_cpu() and not backend.get_path().startswith("vllm.")
+
+
+def _named(selected: Any, config: Any, num_heads: int | None) -> str:
     from vllm.plugins.composite_attention import choosing
 
     if reasons := choosing.reasons_against(selected.get_class(), current_platform, config):
@@ -200,17 +206,26 @@ def _named_composite(selected: Any, config: Any, num_heads: int | None) -> str:
 def _named_by_environment(
     stock: Callable[..., str], selected: Any, config: Any, num_heads: int | None
 ) -> str:
-    from vllm.plugins.composite_attention import choosing
+    from vllm.plugins.composite_attention import choosing, pairs
 
     if current_platform.is_cpu():  # where vLLM takes no notice of a name
-        if not choosing.runs_here(selected.get_class(), current_platform):
+        try:
+            runs = choosing.runs_here(pairs.class_of(selected.name), current_platform)
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}: {error} {_what_can(config, num_heads)}") from error
+        if not runs:
             raise ValueError(
                 f"{VARIABLE} asks for {selected.name}, which does not run on CPU. "
                 f"{_what_can(config, num_heads)}"
             )
-        if config.use_mm_prefix and config.attn_type == AttentionType.DECODER:
+        choice = stock(selected, config, num_heads)
+        if config.attn_type != AttentionType.DECODER:
+            return choice
+        if choice != selected.get_path():
+            return _named(selected, config, num_heads)
+        if config.use_mm_prefix:
             _warn_of_causal_images()
-        return stock(selected, config, num_heads)
+        return choice
     try:
         return stock(selected, config, num_heads)
     except ValueError as error:
