@@ -5,33 +5,20 @@ There vLLM keeps Triton on, serves with its V2 model runner, the one that GPUs u
 run, block after block in numpy, on CPU tensors. See tests/README.md for how to use it.
 """
 
-import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 600
+from tests.e2e.job import Outcome, main, run_job
+
 ENVIRONMENT = {
     # Triton asks when it is imported: its own library is decorated then.
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     # What a job patches and records stays with the engine only in one process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-
-
-class Outcome(NamedTuple):
-    """What a job returned, and everything its process wrote."""
-
-    result: Any
-    log: str
 
 
 def run_interpreted(
@@ -50,22 +37,8 @@ def run_interpreted(
     Raises:
         RuntimeError: the process failed; holds its log.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "job"
-        path.write_bytes(pickle.dumps((job, args, kwargs)))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.triton_interpreter", str(path)],
-            env=os.environ | ENVIRONMENT | (environment or {}),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{job.__qualname__} ended with {done.returncode}:\n{done.stdout}")
-        return Outcome(pickle.loads(path.read_bytes()), done.stdout)
+    variables = ENVIRONMENT | (environment or {})
+    return run_job(job, *args, environment=variables, runner=__name__, **kwargs)
 
 
 def serve_with(backend: type) -> None:
@@ -96,12 +69,6 @@ def install() -> None:
     backends["cpu"] = SimpleNamespace(driver=driver)  # type: ignore[assignment]
     # TRITON_ATTN's cache writer sizes its tiles by it; without a GPU torch raises.
     torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
-
-
-def main() -> None:
-    path = Path(sys.argv[1])
-    job, args, kwargs = pickle.loads(path.read_bytes())
-    path.write_bytes(pickle.dumps(job(*args, **kwargs)))
 
 
 # Under the second name multiprocessing imports this file in each process that a job spawns, the
