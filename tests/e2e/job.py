@@ -82,9 +82,12 @@ def engine_for_each(
         os.environ[VARIABLE] = value
         storage_proof._proven.clear()  # as in a process of its own
         try:
-            results[value] = use(LLM(**arguments))
+            llm = LLM(**arguments)
         except ValueError as error:
             results[value] = str(error)
+        else:
+            results[value] = use(llm)
+            del llm
         gc.collect()
         cleanup_dist_env_and_memory()
     return results
