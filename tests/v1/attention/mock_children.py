@@ -427,6 +427,14 @@ def _build_taking(names: Sequence[str]) -> Any:
     return build
 
 
+def comparable(answer: Any) -> Any:
+    """`answer`, or what it lists, so that equal block sizes are equal: until vLLM 0.32 two
+    `MultipleOf` are not."""
+    if isinstance(answer, MultipleOf):
+        return f"multiple of {answer.base}"
+    return list(map(comparable, answer)) if isinstance(answer, list) else answer
+
+
 def make_routing(
     variant: int = CAUSAL,
     *,

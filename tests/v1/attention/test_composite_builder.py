@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
 from tests.v1.attention.mock_children import (
     CAUSAL,
@@ -26,6 +27,7 @@ from tests.v1.attention.mock_children import (
     make_builder,
     make_child,
     make_config,
+    make_impl,
     make_routing,
     pair,
 )
@@ -97,6 +99,21 @@ def test_reorder_threshold_is_the_smaller(
     assert make_builder(composite).reorder_batch_threshold == threshold
 
 
+needs_kernel_block_size = pytest.mark.skipif(
+    not hasattr(AttentionMetadataBuilder, "set_kernel_block_size"),
+    reason="from vLLM 0.32 on builders are not told the kernel's block size",
+)
+
+
+@needs_kernel_block_size
+@pytest.mark.parametrize("place", [*EITHER, pytest.param(None, id="composite")])
+def test_kernel_block_size_reaches_both_children_and_is_there_to_read(place: int | None) -> None:
+    builder = make_builder(compose(*pair(builder=SHOWS_ITSELF), routing_policy=make_routing()))
+    builder.set_kernel_block_size(64)
+    asked = builder if place is None else child_builder(builder, place)
+    assert asked.kernel_block_size == 64
+
+
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 SINGLE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
 
@@ -130,6 +147,13 @@ def test_graph_support_is_the_weakest_of_both_children_and_the_policy(
     assert composite.get_builder_cls().get_cudagraph_support(make_config(), SPEC) is weakest
 
 
+needs_varlen_graphs = pytest.mark.skipif(
+    not hasattr(AttentionMetadataBuilder, "get_varlen_cudagraph_max_query_len"),
+    reason="vLLM 0.30 has no graphs of variable query lengths",
+)
+
+
+@needs_varlen_graphs
 @pytest.mark.parametrize(
     ("capture_variant", "policy", "longest"),
     [
@@ -150,6 +174,7 @@ def test_variable_length_graphs_reach_as_far_as_the_policy_keeps_routing_constan
     assert builder_cls.get_varlen_cudagraph_max_query_len(make_config(), SPEC) == longest
 
 
+@needs_varlen_graphs
 def test_where_only_single_token_decodes_are_constant_no_longer_graph_is_offered() -> None:
     composite = compose(
         *pair(builder={"get_varlen_cudagraph_max_query_len": 8}),
@@ -406,6 +431,19 @@ def test_reused_metadata_objects_keep_each_childs_variant() -> None:
         builder.routing.variant = variant
         built.append(build(builder))
     assert [m._attention_backend_variant for m in built] == [CAUSAL, GENERAL, CAUSAL, GENERAL]
+
+
+@pytest.mark.parametrize("metadata_cls", [MockMetadata, SlottedMetadata])
+@pytest.mark.parametrize("variant", EITHER)
+def test_fast_prefill_s_copy_of_the_metadata_goes_to_the_child_that_built_it(
+    variant: int, metadata_cls: type[Any]
+) -> None:
+    """Layers that share another's KV cache get vLLM's subclass of the composite."""
+    composite = compose(*pair(metadata_cls=metadata_cls), routing_policy=make_routing(variant))
+    fast = create_fast_prefill_custom_backend("FastPrefill", composite)
+    copied = make_builder(fast).build(0, batch([(8, 1)]))
+    impl = make_impl(fast)
+    assert impl.get_impl_for_metadata(copied) is impl.get_impl_variants()[variant]
 
 
 def workspace_builder(general: bool, causal: bool) -> Any:

@@ -15,12 +15,21 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.attention.backends.composite import BACKEND_RULES, BUILDER_RULES, IMPL_RULES
+from vllm.v1.attention.backends.composite import (
+    BACKEND_RULES,
+    BUILDER_RULES,
+    IMPL_RULES,
+    CompositeAttentionBackend,
+    CompositeAttentionImpl,
+    CompositeAttentionMetadataBuilder,
+    Rule,
+)
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.v1.attention.mock_children import (
     Answers,
     MockLayer,
+    comparable,
     compose,
     make_builder,
     make_child,
@@ -34,6 +43,11 @@ INTERFACES: dict[str, type] = {
     "impl": AttentionImpl,
     "builder": AttentionMetadataBuilder,
 }
+COMPOSITES: dict[str, type] = {
+    "backend": CompositeAttentionBackend,
+    "impl": CompositeAttentionImpl,
+    "builder": CompositeAttentionMetadataBuilder,
+}
 RULES = {"backend": BACKEND_RULES, "impl": IMPL_RULES, "builder": BUILDER_RULES}
 
 
@@ -44,9 +58,22 @@ def public_members(interface: str) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def members_without_a_rule(interface: str) -> list[str]:
+    return sorted(public_members(interface) - RULES[interface].keys())
+
+
 @pytest.mark.parametrize("interface", INTERFACES)
 def test_every_public_member_of_the_engines_interface_has_a_rule(interface: str) -> None:
-    assert sorted(public_members(interface) - RULES[interface].keys()) == []
+    assert members_without_a_rule(interface) == []
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("answer", [lambda self: True, property(lambda self: True), False])
+def test_a_member_that_an_engine_adds_is_found_and_named(
+    interface: str, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(INTERFACES[interface], "supports_telepathy", answer, raising=False)
+    assert members_without_a_rule(interface) == ["supports_telepathy"]
 
 
 def composite_of(interface: str, general: Answers, causal: Answers) -> Any:
@@ -59,14 +86,19 @@ def composite_of(interface: str, general: Answers, causal: Answers) -> Any:
     )
 
 
+def held(interface: str, composite: Any, on: str) -> Any:
+    """What callers hold of a composite: its backend class; its impl or builder, as class or
+    instance."""
+    if interface == "impl":
+        return make_impl(composite) if on == "instance" else composite.get_impl_cls()
+    if interface == "builder":
+        return make_builder(composite) if on == "instance" else composite.get_builder_cls()
+    return composite
+
+
 def ask(interface: str, composite: Any, hook: str, args: tuple[Any, ...], on: str) -> Any:
     """The answer of the composite's backend class, impl or builder: of the class or an instance."""
-    asked = composite
-    if interface == "impl":
-        asked = make_impl(composite) if on == "instance" else composite.get_impl_cls()
-    elif interface == "builder":
-        asked = make_builder(composite) if on == "instance" else composite.get_builder_cls()
-    answer = getattr(asked, hook)
+    answer = getattr(held(interface, composite, on), hook)
     return answer(*args) if callable(answer) else answer
 
 
@@ -110,6 +142,7 @@ FLAGS: list[tuple[str, str, tuple[Any, ...], Combine]] = [
     ("backend", "supports_non_causal", (), both),
     ("backend", "supports_per_head_quant_scales", (), both),
     ("backend", "supports_kv_connector", (), both),
+    ("backend", "supports_kv_cache_update_bypass", (), both),
     ("backend", "supports_mm_prefix", (), generals),
     ("backend", "supports_batch_invariance", (), never),
     ("backend", "supports_pcp", (), never),
@@ -132,6 +165,7 @@ FLAGS: list[tuple[str, str, tuple[Any, ...], Combine]] = [
     ("builder", "requires_block_table_width", (), either),
     ("builder", "supports_update_block_table", (), both),
     ("builder", "supports_draft_decode_metadata_update", (), both),
+    ("builder", "use_cascade_attention", (16, None, 4, 2, False, False, False, 8, 1), never),
 ]
 """Interface, hook, its arguments, and how the composite's answer follows from the children's."""
 
@@ -244,7 +278,8 @@ def test_answer_follows_from_the_childrens(
     interface: str, hook: str, args: tuple[Any, ...], general: Any, causal: Any, expected: Any
 ) -> None:
     composite = composite_of(interface, {hook: general}, {hook: causal})
-    assert ask(interface, composite, hook, args, "instance") == expected
+    answer = ask(interface, composite, hook, args, "instance")
+    assert comparable(answer) == comparable(expected)
 
 
 def test_preferred_block_size_suits_both_children() -> None:
@@ -282,6 +317,7 @@ TESTED_APART = {
     },
     "builder": {
         # test_composite_builder
+        "set_kernel_block_size",
         "build",
         "build_for_cudagraph_capture",
         "build_for_drafting",
@@ -289,6 +325,18 @@ TESTED_APART = {
         "update_draft_decode_metadata",
     },
 }
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_no_member_is_left_to_the_base_class_unless_its_rule_says_so(interface: str) -> None:
+    composite = composite_of(interface, {}, {})
+    own = vars(held(interface, composite, "instance")).keys() | vars(COMPOSITES[interface]).keys()
+    inherited = [
+        name
+        for name in public_members(interface) & RULES[interface].keys()
+        if RULES[interface][name] is not Rule.DERIVED and name not in own
+    ]
+    assert inherited == []
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
@@ -317,4 +365,5 @@ def default_answer(interface: str, hook: str, args: tuple[Any, ...]) -> Any:
 def test_expected_answer_is_not_the_base_classs_default(
     interface: str, hook: str, args: tuple[Any, ...], general: Any, causal: Any, expected: Any
 ) -> None:
-    assert expected != default_answer(interface, hook, args)
+    default = default_answer(interface, hook, args)
+    assert comparable(expected) != comparable(default)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionImpl
+from vllm.v1.attention.backends.composite import IMPL_RULES, Rule
 
 from tests.v1.attention.mock_children import (
     ALL_FORMATS,
@@ -152,7 +153,7 @@ def do_nothing(self: Any, *args: Any) -> None:
 @pytest.mark.parametrize("place", EITHER)
 @pytest.mark.parametrize(
     ("hook", "args"),
-    [("process_weights_after_loading", (torch.bfloat16,)), ("set_interleaved_v_cache", (True,))],
+    [("process_weights_after_loading", (torch.bfloat16,)), ("set_interleaved_v_cache", ())],
 )
 def test_set_up_is_done_by_both_children(hook: str, args: tuple[Any, ...], place: int) -> None:
     children = pair(impl={hook: do_nothing})
@@ -270,8 +271,10 @@ def test_either_child_attends_over_what_was_written_once(variant: int) -> None:
     torch.testing.assert_close(output[19, 0], value[:20, 0].mean(0))
 
 
-def test_a_writer_that_the_general_child_lacks_is_not_the_causal_childs() -> None:
-    general, causal = pair()
-    composite = compose(general, causal)
-    causal.get_impl_cls().set_interleaved_v_cache = lambda self, interleaved: None  # type: ignore[attr-defined]
-    assert not hasattr(make_impl(composite), "set_interleaved_v_cache")
+def test_a_writer_that_the_general_child_lacks_is_not_the_causal_childs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(IMPL_RULES, "write_in_a_new_way", Rule.OF_GENERAL)
+    causal = make_child("CAUSAL", impl={"write_in_a_new_way": write})
+    impl = make_impl(compose(make_child("GENERAL"), causal))
+    assert not hasattr(impl, "write_in_a_new_way")

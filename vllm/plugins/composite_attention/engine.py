@@ -2,7 +2,7 @@
 """Which vLLM this project is installed beside, and whether it is one that it knows."""
 
 import ast
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,20 @@ def cpu_causal_flag_dtype() -> Any:
 
     # Goes with vLLM 0.31, whose kernel refuses the int32 that later ones want.
     return torch.bool if _release(engine_version() or "") < (0, 32) else torch.int32
+
+
+def kernel_block_sizes(backend: Any, kv_cache_spec: Any) -> list[Any]:
+    """The kernel block sizes, in tokens, that `backend` lists for this KV cache spec."""
+    # Goes with vLLM 0.30, whose runner has no spec to give and whose backends take none.
+    if kv_cache_spec is None:
+        return backend.get_supported_kernel_block_sizes()
+    return backend.get_supported_kernel_block_sizes(kv_cache_spec)
+
+
+def without_repeats(block_sizes: Iterable[Any]) -> list[Any]:
+    """`block_sizes` in their order, each once."""
+    # Goes with vLLM 0.31, where two equal `MultipleOf` do not compare equal.
+    return list({(type(size), getattr(size, "base", size)): size for size in block_sizes}.values())
 
 
 def register_name(name: str, path: str) -> Any:

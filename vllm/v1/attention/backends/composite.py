@@ -19,7 +19,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from vllm.config import VllmConfig
-from vllm.plugins.composite_attention.engine import run_engine_file, unsupported_reason
+from vllm.plugins.composite_attention.engine import (
+    kernel_block_sizes,
+    run_engine_file,
+    unsupported_reason,
+    without_repeats,
+)
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -78,6 +83,7 @@ BACKEND_RULES: dict[str, Rule] = {
     "supports_non_causal": ALL,
     "supports_per_head_quant_scales": ALL,
     "supports_kv_connector": ALL,  # either child may run between two transfers
+    "supports_kv_cache_update_bypass": ALL,  # keys are left out before the child is known
     "supported_dtypes": INTERSECT,
     "supported_kv_cache_dtypes": INTERSECT,
     "supports_batch_invariance": REFUSE,  # one request's image changes another's kernel
@@ -148,8 +154,8 @@ BUILDER_RULES: dict[str, Rule] = {
     "supports_draft_decode_metadata_update": ALL,
     "update_draft_decode_metadata": BY_BATCH,
     "update_block_table": OWN,
-    "set_kernel_block_size": BOTH,  # called by vLLM 0.30 and 0.31
-    "use_cascade_attention": REFUSE,  # of vLLM 0.30: it would be asked before the batch is routed
+    "set_kernel_block_size": OWN,  # of vLLM 0.30 and 0.31
+    "use_cascade_attention": REFUSE,  # of 0.30 and 0.31: asked before the batch is routed
     "build": OWN,
     "build_for_cudagraph_capture": OWN,
     "build_for_drafting": OWN,
@@ -394,10 +400,7 @@ def _differences(spec: KVCacheSpec, other: KVCacheSpec) -> str:
 def _kernel_block_sizes(
     child: type[AttentionBackend], kv_cache_spec: KVCacheSpec | None
 ) -> list[int | MultipleOf]:
-    if kv_cache_spec is None:  # vLLM 0.30 knows no argument here
-        sizes = child.get_supported_kernel_block_sizes()
-    else:
-        sizes = child.get_supported_kernel_block_sizes(kv_cache_spec)
+    sizes = kernel_block_sizes(child, kv_cache_spec)
     if not sizes and issubclass(child, CompositeAttentionBackend):
         return []  # nothing in common; elsewhere an empty list admits any size
     return sizes or [MultipleOf(1)]
@@ -407,12 +410,7 @@ def _common_block_sizes(
     first: Iterable[int | MultipleOf], second: Iterable[int | MultipleOf]
 ) -> list[int | MultipleOf]:
     common = (_common_block_size(a, b) for a in first for b in second)
-    # By text: before vLLM 0.32 two equal `MultipleOf` are not equal.
-    return list({_text_of(size): size for size in common if size is not None}.values())
-
-
-def _text_of(size: int | MultipleOf) -> str:
-    return f"multiple of {size.base}" if isinstance(size, MultipleOf) else str(size)
+    return without_repeats(size for size in common if size is not None)
 
 
 def _common_block_size(a: int | MultipleOf, b: int | MultipleOf) -> int | MultipleOf | None:
@@ -587,6 +585,12 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             return None
         child = cls.child_classes()[policy.capture_variant]
         return child.get_varlen_cudagraph_max_query_len(vllm_config, kv_cache_spec)
+
+    def set_kernel_block_size(self, kernel_block_size: int) -> None:
+        """Tell both children the kernel's block size, in tokens."""
+        self.kernel_block_size = kernel_block_size
+        for child in self.children:
+            child.set_kernel_block_size(kernel_block_size)  # type: ignore[attr-defined, unused-ignore]
 
     def build(
         self,
