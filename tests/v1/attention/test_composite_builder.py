@@ -354,6 +354,15 @@ def test_draft_metadata_is_updated_by_the_child_that_built_it(variant: int, plac
     assert children[place].called("update_draft_decode_metadata") == expected
 
 
+@pytest.mark.parametrize(("level", "recorded"), [(SINGLE, True), (NEVER, False)])
+def test_draft_metadata_is_updated_in_graphs_only_where_decodes_keep_their_child(
+    level: AttentionCGSupport, recorded: bool
+) -> None:
+    children = pair(builder={"supports_draft_decode_metadata_update": True})
+    builder = make_builder(compose(*children, routing_policy=make_routing(cudagraph_support=level)))
+    assert builder.supports_draft_decode_metadata_update is recorded
+
+
 TABLE, SLOTS = torch.tensor([[7]], dtype=torch.int32), torch.arange(8)
 
 

@@ -151,7 +151,7 @@ IMPL_RULES: dict[str, Rule] = {
 BUILDER_RULES: dict[str, Rule] = {
     "requires_block_table_width": ANY,
     "supports_update_block_table": ALL,
-    "supports_draft_decode_metadata_update": ALL,
+    "supports_draft_decode_metadata_update": ALL,  # and of single queries the policy's routing
     "update_draft_decode_metadata": BY_BATCH,
     "update_block_table": OWN,
     "set_kernel_block_size": OWN,  # of vLLM 0.30 and 0.31
@@ -557,6 +557,10 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         self.routing = self.backend_cls.routing_policy(layer_names, vllm_config)
         thresholds = (child.reorder_batch_threshold for child in self.children)
         self.reorder_batch_threshold = min((t for t in thresholds if t is not None), default=None)
+        level = self.routing.get_cudagraph_support(vllm_config, kv_cache_spec)
+        if level is AttentionCGSupport.NEVER:
+            # Recorded in a draft's graph, the update would go on for the captured child alone.
+            self.supports_draft_decode_metadata_update = False
         if all(hasattr(child, "_get_workspace_buffer") for child in self.children):
             self.set_workspace_buffer(self._get_workspace_buffer())
         from vllm.v1.attention.backends.storage_proof import prove_one_storage
