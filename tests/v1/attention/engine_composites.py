@@ -197,7 +197,7 @@ def main() -> None:
 
     arguments = questions()
     impl_arguments = {"num_heads": 4, "head_size": 256, "scale": 0.0625, "kv_cache_dtype": "auto"}
-    builder_arguments = (MockLayer().get_kv_cache_spec(), [], make_config(), CPU)
+    builder_arguments: Any = (MockLayer().get_kv_cache_spec(), [], make_config(), CPU)
     said: Answers = {}
     with set_current_vllm_config(VllmConfig()):
         for module, composites in both_factories():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.composite import (
+    CompositeAttentionRouting,
     MMPrefixAttentionRouting,
     create_composite_attention_backend,
 )
@@ -177,3 +178,42 @@ def test_refusal_begins_with_the_refused_childs_name(place: int, answers: dict[s
     children = [make_child("REFUSED_CHILD", backend=answers), make_child("GOOD_CHILD")]
     with pytest.raises(ValueError, match=r"^REFUSED_CHILD "):
         compose(children[place], children[1 - place])
+
+
+def without(*names: str) -> type[Any]:
+    """A policy of the protocol that leaves these to it."""
+    complete = make_routing()
+    members = {n: m for n, m in vars(complete).items() if n not in (*names, "__dict__")}
+    return type("HalfAPolicy", (CompositeAttentionRouting,), members)
+
+
+MISUSES = [
+    ({"general_backend": "TRITON_ATTN"}, "'TRITON_ATTN' cannot be a child of Misused: it is no"),
+    ({"causal_backend": None}, "None cannot be a child of Misused: it is no backend class"),
+    ({"causal_backend": []}, r"\[\] cannot be a child of Misused"),
+    ({"causal_backend": dict}, "<class 'dict'> cannot be a child of Misused"),
+    ({"routing_policy": None}, "routing_policy of Misused must be a CompositeAttentionRouting"),
+    ({"routing_policy": object()}, "must be a CompositeAttentionRouting class, not <object"),
+    ({"routing_policy": dict}, "dict cannot be the routing_policy of Misused: it lacks capture_"),
+    ({"routing_policy": without("select")}, "HalfAPolicy cannot be .* it lacks select "),
+    (
+        {"routing_policy": without("get_cudagraph_support", "variant_uses_mm_prefix")},
+        "it lacks get_cudagraph_support and variant_uses_mm_prefix ",
+    ),
+    ({"routing_policy": make_routing(capture_variant=2)}, "its capture_variant is 2, and there"),
+    ({"head_sizes": 64}, "head_sizes of Misused must be a sequence of ints, not 64"),
+    ({"kernel_block_sizes": "16"}, "kernel_block_sizes of Misused must be .* not '16'"),
+    ({"head_sizes": ("64",)}, r"must be a sequence of ints, not \('64',\)"),
+]
+
+
+@pytest.mark.parametrize(("argument", "sentence"), MISUSES)
+def test_an_argument_that_is_not_what_it_should_be_is_refused_in_a_sentence(
+    argument: dict[str, Any], sentence: str
+) -> None:
+    general, causal = pair()
+    right = {"general_backend": general, "causal_backend": causal, "routing_policy": make_routing()}
+    named = {"name": "Misused", "backend_name": "MISUSED", "module": __name__}
+    arguments: dict[str, Any] = right | named | argument
+    with pytest.raises(ValueError, match=sentence):
+        create_composite_attention_backend(**arguments)

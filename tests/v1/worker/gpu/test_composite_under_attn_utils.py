@@ -6,9 +6,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.composite import (
+    MMPrefixAttentionRouting,
+    PrefillDecodeAttentionRouting,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu.attn_utils import AttentionCGSupportInfo, compute_mm_prefix_ranges
@@ -243,6 +248,64 @@ def test_metadata_names_the_child_by_its_variant(runner: Runner) -> None:
 def test_graph_capture_uses_the_causal_child_whatever_the_batch(runner: Runner) -> None:
     metadata = runner.build(batch(*IMAGE_BATCH), for_cudagraph_capture=True)
     assert children_of(metadata)["a"] == "CAUSAL"
+
+
+REPLAYED = [
+    pytest.param(
+        MMPrefixAttentionRouting,
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        [
+            batch([(9, 1), (20, 1)], {0: [(2, 7)], 1: [(15, 25)]}),  # an image behind, one around
+            batch([(9, 1)], padding_rows=3),
+        ],
+        id="image mask",
+    ),
+    pytest.param(
+        PrefillDecodeAttentionRouting,
+        AttentionCGSupport.UNIFORM_BATCH,
+        [
+            batch([(9, 1), (20, 1)], is_prefilling=torch.tensor([False, False])),
+            batch([(9, 1)], padding_rows=1, is_prefilling=torch.tensor([True, False])),
+        ],
+        id="phases",
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "level", "replayed"), REPLAYED)
+def test_batches_that_replay_at_the_level_given_go_to_the_child_captured(
+    policy: type[Any], level: AttentionCGSupport, replayed: list[CommonAttentionMetadata]
+) -> None:
+    composite = compose(*pair(builder=ALWAYS), routing_policy=policy)
+    runner = Runner({"a": MockLayer(composite)})
+    given = attn_utils.get_attn_cg_support(runner.attn_groups, runner.config)
+    captured = runner.build(replayed[0], for_cudagraph_capture=True)
+    built = [children_of(runner.build(common)) for common in replayed]
+    assert (given.min_cg_support, built) == (level, [children_of(captured)] * len(replayed))
+
+
+@pytest.mark.parametrize(("policy", "level", "replayed"), REPLAYED)
+def test_a_batch_above_the_level_given_may_go_to_the_other_child(
+    policy: type[Any], level: AttentionCGSupport, replayed: list[CommonAttentionMetadata]
+) -> None:
+    runner = Runner({"a": MockLayer(compose(*pair(), routing_policy=policy))})
+    prefill = batch(*IMAGE_BATCH, is_prefilling=torch.tensor([True]))
+    captured = runner.build(replayed[0], for_cudagraph_capture=True)
+    assert children_of(runner.build(prefill)) != children_of(captured)
+
+
+@pytest.mark.parametrize("common", [batch(*IMAGE_BATCH), batch(*TEXT_BATCH)], ids=["image", "text"])
+@pytest.mark.parametrize("takes", [["num_accepted_tokens"], []], ids=["taken", "not taken"])
+def test_extra_arguments_that_the_model_gives_reach_a_child_that_takes_them(
+    takes: list[str], common: CommonAttentionMetadata
+) -> None:
+    runner = Runner({"a": MockLayer(compose(*pair(build_takes=takes)))})
+    model = SimpleNamespace(
+        get_extra_common_attn_kwargs=lambda group, num_reqs: {},
+        get_extra_attn_kwargs=lambda builder, num_reqs: {"num_accepted_tokens": num_reqs},
+    )
+    built = runner.build(common, model_specific_attn_metadata=model)
+    assert built["a"].extras == ({"num_accepted_tokens": 1} if takes else {})
 
 
 def test_layers_of_one_group_share_their_metadata() -> None:

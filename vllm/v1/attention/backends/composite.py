@@ -727,8 +727,15 @@ def create_composite_attention_backend(
 
     Raises:
         ValueError: a child writes the KV cache in its `forward`, or is an MLA, sparse or
-            state-space backend.
+            state-space backend; or an argument is not what it should be.
     """
+    for child in (general_backend, causal_backend):
+        if not (isinstance(child, type) and issubclass(child, AttentionBackend)):
+            raise ValueError(f"{child!r} cannot be a child of {name}: it is no backend class.")
+    _refuse_policy(routing_policy, name)
+    for option, sizes in (("head_sizes", head_sizes), ("kernel_block_sizes", kernel_block_sizes)):
+        if isinstance(sizes, str | int) or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"{option} of {name} must be a sequence of ints, not {sizes!r}.")
     return _create(
         general_backend,
         causal_backend,
@@ -740,6 +747,31 @@ def create_composite_attention_backend(
         tuple(kernel_block_sizes),
         device_major,
     )
+
+
+def _refuse_policy(policy: Any, composite: str) -> None:
+    if not isinstance(policy, type):
+        raise ValueError(
+            f"routing_policy of {composite} must be a CompositeAttentionRouting class, not "
+            f"{policy!r}."
+        )
+    wanted = ("capture_variant", "select", "get_cudagraph_support", "variant_uses_mm_prefix")
+    missing = [
+        name
+        for name in wanted
+        # What a policy inherits from the protocol itself says nothing.
+        if getattr(policy, name, None) is getattr(CompositeAttentionRouting, name, None)
+    ]
+    if missing:
+        raise ValueError(
+            f"{policy.__name__} cannot be the routing_policy of {composite}: it lacks "
+            f"{' and '.join(missing)} (see CompositeAttentionRouting)."
+        )
+    if policy.capture_variant not in (GENERAL, CAUSAL):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{policy.__name__} cannot be the routing_policy of {composite}: its capture_variant "
+            f"is {policy.capture_variant!r}, and there are 0 (general) and 1 (causal)."  # type: ignore[attr-defined]
+        )
 
 
 @functools.cache
@@ -758,12 +790,6 @@ def _create(
         return general_backend
     for child in (general_backend, causal_backend):
         refuse_child(child, f"{name} of {_names(general_backend, causal_backend)}")
-
-    if not hasattr(routing_policy, "select"):
-        raise ValueError(
-            f"routing_policy of {name} must be a CompositeAttentionRouting class, not "
-            f"{routing_policy!r}."
-        )
 
     def bind(cls: type, suffix: str, **attributes: Any) -> Any:
         names = {"__module__": module, "__qualname__": name + suffix, "__doc__": cls.__doc__}
