@@ -108,7 +108,7 @@ def _scheduled_images(
     seq_lens: np.ndarray,
     ranges: Mapping[int, Sequence[tuple[int, int]]],
 ) -> _Images:
-    request, counts, bounds = _flattened(ranges)
+    request, counts, bounds = _flattened(ranges, len(seq_lens))
     if not _in_order(counts, bounds):
         request, counts, bounds = _sorted(request, counts, bounds)
     start, stop = bounds[0::2], bounds[1::2]
@@ -123,10 +123,10 @@ def _scheduled_images(
 
 
 def _flattened(
-    ranges: Mapping[int, Sequence[tuple[int, int]]],
+    ranges: Mapping[int, Sequence[tuple[int, int]]], num_reqs: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The requests that have images, how many each has, and their `(start, stop)` in one array."""
-    request = [request for request, images in ranges.items() if images]
+    request = [request for request, images in ranges.items() if images and request < num_reqs]
     lists = [ranges[one] for one in request] if len(request) < len(ranges) else ranges.values()
     counts = np.fromiter(map(len, lists), np.int64, len(request))
     flat = [*chain.from_iterable(chain.from_iterable(lists))]
