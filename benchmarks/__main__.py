@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the benchmarks and print one table. A full run writes RESULTS.md, results.json and curves.png
 beside this file, any other the same files into out/benchmarks."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Gemma 3 of the 4B model's layer shapes, and processes that serve it: vLLM with this project,
 stock vLLM, and Hugging Face transformers. Each lives in a process of its own and answers one
 command at a time, so that they can be measured in turns on the same cores."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interleaved measurement, its statistics, and the table, JSON and picture made of it.
 
 Speeds of a shared machine drift by half within a minute. So ours and the baseline are always
@@ -198,8 +199,8 @@ def report(rows: Sequence[Row], about: dict[str, str], profiles: Iterable[str], 
         "",
         f"Written by `make bench` on {about['date']}." + (f" **{note}**" if note else ""),
         "Ours and the other are always run in turns; a ratio is the median over such pairs, beside",
-        "its quartiles. Where it is of times, a target of at least 1x and more says how many times",
-        "as long the other takes, a target of at most so much how many times as long ours takes.",
+        "its quartiles. A target `>=` bounds how many times as long the other takes; a target `<=`",
+        "how many times as long ours takes, or how much more ours takes in the unit shown.",
         "",
         *(f"- {name}: {value}" for name, value in about.items() if name != "date"),
         "",

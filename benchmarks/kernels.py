@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention layers of published shapes behind both backends, on a vLLM configuration of their
 own, with the paged cache filled; shared by the topics that measure kernels and metadata."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peak memory of a prefill with 16 images, metadata and one layer's attention, by tracing the
 allocations of torch, numpy and Python; beside stock CPU_ATTN and dense-mask SDPA."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine can do at most, measured: the floor of what is done on it."""
 
 import functools

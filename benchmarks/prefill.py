@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer's prefill of a prompt with images, beside stock CPU_ATTN (causal, so it attends fewer
 query-key pairs) and beside dense-mask SDPA, which is what a kernel without segments would need;
 then text through a sliding-window layer."""

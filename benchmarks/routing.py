@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing decision, one a step and KV cache group, beside that of vLLM's own composite."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splitting a batch into segments and building its metadata, beside what CPU_ATTN builds for the
 same batch, for the batch as it is cut, and beside the attention that the metadata is for."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text-only serving, decode, and prompts with images, end to end through the engines."""
 
 from collections.abc import Callable, Iterator, Sequence

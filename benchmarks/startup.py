@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plugin adds to a process of vLLM and to an engine's start.
 
 The import is timed in fresh processes that have imported what vLLM's engine core and worker import

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a piece of work allocates: by torch's allocator, inside compiled operators too, and by
 numpy and Python. Memory that a kernel takes past both of them (CPU_ATTN's scratch, which is there
 before any batch and the same for every backend) is not seen."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prefill with images allocates, metadata and one layer's attention, by tracing it."""
 
 from pathlib import Path
