@@ -81,6 +81,7 @@ def engine_for_each(
     for value in values:
         os.environ[VARIABLE] = value
         storage_proof._proven.clear()  # as in a process of its own
+        gc.freeze()  # the collections while an engine starts then walk that engine alone
         try:
             llm = LLM(**arguments)
         except ValueError as error:
@@ -88,6 +89,7 @@ def engine_for_each(
         else:
             results[value] = use(llm)
             del llm
+        gc.unfreeze()  # vLLM has frozen the engine too
         gc.collect()
         cleanup_dist_env_and_memory()
     return results
