@@ -236,6 +236,7 @@ class Family:
         max_new_tokens: int,
         *,
         causal: bool = False,
+        given: Sequence[Sequence[int]] | None = None,
     ) -> list[Answer]:
         """Greedy answers of Hugging Face transformers, one request at a time.
 
@@ -247,11 +248,12 @@ class Family:
         Args:
             folder: a checkpoint written by `build`.
             prompts: texts with placeholders; `images`: for each text its pictures.
+            given: the answers' tokens, where not the greedy ones are to be judged.
         """
         processor = AutoProcessor.from_pretrained(folder)
         model = load_model(folder)
         answers = []
-        for text, pictures in zip(prompts, images, strict=True):
+        for index, (text, pictures) in enumerate(zip(prompts, images, strict=True)):
             inputs = self.model_inputs(processor, Prompt(text, list(pictures)))
             prompt_ids = inputs.pop("input_ids")
             both_ways = self.both_ways(prompt_ids, model.config) & (not causal)
@@ -264,7 +266,8 @@ class Family:
                 mask = self.mask_inputs(types, model.config)
                 output = model(input_ids=ids, **inputs, **mask, use_cache=False)
                 rows.append(output.logits[0, -1].double().log_softmax(-1))
-                ids = torch.cat([ids, rows[-1].argmax().view(1, 1)], dim=1)
+                token = int(rows[-1].argmax()) if given is None else given[index][len(rows) - 1]
+                ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
             generated = ids[0, prompt_ids.shape[1] :].tolist()
             answers.append(Answer(prompt_ids[0].tolist(), generated, torch.stack(rows)))
         return answers

@@ -28,8 +28,20 @@ def sampling(new_tokens: int) -> dict[str, Any]:
 
 
 def answer(output: Any) -> Answer:
-    """The answer in a `vllm.RequestOutput` that was made with `sampling`."""
-    completion = output.outputs[0]
-    rows = [[row[token].logprob for token in range(len(row))] for row in completion.logprobs]
-    logprobs = torch.tensor(rows, dtype=torch.float64)
-    return Answer(list(output.prompt_token_ids), list(completion.token_ids), logprobs)
+    """The first answer in a `vllm.RequestOutput` that was made with `sampling`."""
+    return answers(output)[0]
+
+
+def answers(output: Any) -> list[Answer]:
+    """All answers in it, several where `n` of them were asked for."""
+    return [
+        Answer(
+            list(output.prompt_token_ids),
+            list(completion.token_ids),
+            torch.tensor(
+                [[row[token].logprob for token in range(len(row))] for row in completion.logprobs],
+                dtype=torch.float64,
+            ),
+        )
+        for completion in output.outputs
+    ]
