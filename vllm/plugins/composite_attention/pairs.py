@@ -47,12 +47,14 @@ def class_of(value: str) -> type[AttentionBackend]:
     """The backend class that `value` names, in any form but `auto`; nothing is registered.
 
     Raises:
-        ValueError: as `backend_for`; or the backend cannot be imported.
+        ValueError: as `backend_for`; or the backend's module fails, in whatever way.
     """
     name = _name_of(value)
     try:
         return _create(name) if "__" in name else AttentionBackendEnum[name].get_class()
-    except (ImportError, OSError) as error:
+    except ValueError:
+        raise
+    except Exception as error:
         what = f"{value.strip()!r} cannot be joined" if "__" in name else f"{name} cannot be loaded"
         raise ValueError(
             f"{what}: {error}. Install what is missing, or name other backends."

@@ -34,17 +34,23 @@ WHOLE_IMAGE_SCHEDULER = "vllm.plugins.composite_attention.scheduling.WholeImageS
 
 def register() -> None:
     """Make the composites' names known and wrap the platform's choice, each only once."""
+    platform = type(current_platform)
+    around: list[tuple[Any, str, Callable[..., Any]]] = [
+        (EngineArgs, "create_engine_config", _with_environment),
+        (platform, "get_attn_backend_cls", _choose),
+    ]
+    if current_platform.is_cpu():
+        around.append((platform, "check_and_update_config", _keep_images_whole))
+    else:
+        around.append((VllmConfig, "try_verify_and_update_config", _without_the_models_wish))
+    for owner, method, _ in around:  # all of it or nothing
+        getattr(owner, method)
     _register_names()
     for variable in VARIABLES:  # vLLM warns of variables with its prefix that it does not know
         envs.environment_variables.setdefault(variable, functools.partial(os.environ.get, variable))
     AttentionBackendEnum.__reduce_ex__ = _reduce_by_name  # type: ignore[assignment, method-assign]
-    _wrap(EngineArgs, "create_engine_config", _with_environment)
-    platform = type(current_platform)
-    if current_platform.is_cpu():
-        _wrap(platform, "check_and_update_config", _keep_images_whole)
-    else:
-        _wrap(VllmConfig, "try_verify_and_update_config", _without_the_models_wish)
-    _wrap(platform, "get_attn_backend_cls", _choose)
+    for owner, method, wrapper in around:
+        _wrap(owner, method, wrapper)
 
 
 def _reduce_by_name(backend: AttentionBackendEnum, protocol: Any) -> Any:

@@ -479,17 +479,22 @@ class CompositeAttentionImpl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.get_impl_for_metadata(attn_metadata).forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            attn_metadata,
-            output,
-            output_scale,
-            output_block_scale,
-        )
+        impl = self.get_impl_for_metadata(attn_metadata)
+        try:
+            return impl.forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        except Exception as error:
+            _say_whose(error, self.backend_cls, self.children.index(impl), "forward")
+            raise
 
     def prepare_for_batch(self, attn_metadata: Any) -> None:
         self.get_impl_for_metadata(attn_metadata).prepare_for_batch(attn_metadata)
@@ -607,9 +612,12 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         variant = self.routing.select(common_attn_metadata)
         build = self.children[variant].build
         taken = {name: extras[name] for name in extras if _takes(build, name)}
-        return self._named(
-            build(common_prefix_len, common_attn_metadata, fast_build, **taken), variant
-        )
+        try:
+            metadata = build(common_prefix_len, common_attn_metadata, fast_build, **taken)
+        except Exception as error:
+            _say_whose(error, self.backend_cls, variant, "build")
+            raise
+        return self._named(metadata, variant)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """The capture child's metadata, whatever the batch."""
@@ -662,6 +670,14 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             named = _class_of_choice(metadata_cls, tuple(choice.made.items()))
             object.__setattr__(metadata, "__class__", named)
         return metadata
+
+
+def _say_whose(
+    error: Exception, backend_cls: type[CompositeAttentionBackend], variant: int, hook: str
+) -> None:
+    child = backend_cls.child_classes()[variant].get_name()
+    role = "general" if variant == GENERAL else "causal"
+    error.add_note(f"Raised by {hook} of {child}, the {role} child of {backend_cls.get_name()}.")
 
 
 class Choice(int):
