@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.plugins.composite_attention.scheduling import WholeImageScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -11,7 +12,7 @@ IMAGES = [(10, 29), (40, 59)]
 
 
 def feature(start: int, stop: int, modality: str = "image") -> Any:
-    position = SimpleNamespace(extract_embeds_range=lambda: [(start, stop)])
+    position = PlaceholderRange(offset=start, length=stop + 1 - start)
     return SimpleNamespace(modality=modality, mm_position=position)
 
 

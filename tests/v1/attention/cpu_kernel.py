@@ -103,6 +103,8 @@ class KernelUnderTest:
         self.cache = torch.zeros(
             num_blocks, num_kv_heads, self.block_size, 2 * head_size, dtype=spec.dtype
         )
+        self.elsewhere = 0.0
+        """What the cache holds where no token of the batch is."""
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -191,7 +193,7 @@ class KernelUnderTest:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> float:
-        self.cache.zero_()
+        self.cache.fill_(self.elsewhere)
         layer.impl.do_kv_cache_update(layer, key, value, self.cache, all_slots)
         output = torch.full_like(query, torch.nan)
         lengths = [r.seq_len for r in requests]

@@ -53,9 +53,12 @@ class WholeImageScheduler(Scheduler):
         end = num_computed_tokens + num_new_tokens
         in_prompt = request.has_encoder_inputs and end < request.num_prompt_tokens
         for feature in request.mm_features if in_prompt else ():
+            position = feature.mm_position
+            if not position.offset < end < position.offset + position.length:
+                continue  # most of them, told without a look at their tokens
             if feature.modality not in ("image", "video"):
                 continue
-            for start, stop in feature.mm_position.extract_embeds_range():
+            for start, stop in position.extract_embeds_range():
                 if not start < end <= stop:
                     continue
                 first = max(start, num_computed_tokens)

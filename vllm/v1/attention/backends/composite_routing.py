@@ -153,7 +153,7 @@ class PrefillDecodeAttentionRouting(MMPrefixAttentionRouting):
         query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
         if metadata.is_prefilling is None:
             return bool((query_lens > self.decode_query_len).any())
-        phases = metadata.is_prefilling.numpy()
+        phases = metadata.is_prefilling.numpy()[: len(query_lens)]  # either may be padded further
         return bool((phases & (query_lens[: len(phases)] > 1)).any())
 
     @staticmethod

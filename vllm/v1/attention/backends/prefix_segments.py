@@ -32,6 +32,9 @@ from vllm.v1.attention.backends.composite_routing import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+LARGEST_TABLE = 1 << 20
+"""Entries of a block table, of 4 bytes, up to which each segment gets its own row in it."""
+
 
 class Segments(NamedTuple):
     """A batch cut into segments that cover each scheduled query once, in order.
@@ -52,6 +55,9 @@ class Segments(NamedTuple):
     window: np.ndarray
     """int64: the sliding window to run it with, in tokens; 0 for the layer's own, or none."""
 
+    def take(self, index: np.ndarray) -> "Segments":
+        return Segments(*(column[index] for column in self))
+
 
 def split_into_segments(
     query_start_loc: np.ndarray,
@@ -69,8 +75,8 @@ def split_into_segments(
 
     Args:
         query_start_loc: (num_reqs + 1,) the first query row of each request.
-        seq_lens: (num_reqs,) tokens of each request, this step's queries included; exact for
-            requests that have image ranges.
+        seq_lens: (num_reqs or more,) tokens of each request, this step's queries included;
+            exact for requests that have image ranges.
         ranges: inclusive absolute `(start, stop)` of each image in any order, per request
             index; one with `start >= stop` does not count.
         sliding_window: the layer's window, in tokens; None for full attention.
@@ -83,6 +89,7 @@ def split_into_segments(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"A sliding window of {sliding_window} tokens sees nothing; at least 1.")
     query_start_loc, seq_lens = (array.astype(np.int64) for array in (query_start_loc, seq_lens))
+    seq_lens = seq_lens[: len(query_start_loc) - 1]
     images = _scheduled_images(query_start_loc, seq_lens, ranges)
     if sliding_window is not None:
         images = _cut_to_window(images, sliding_window, clamped)
@@ -114,9 +121,10 @@ def _scheduled_images(
     start, stop = bounds[0::2], bounds[1::2]
     to_row = query_start_loc[1:] - seq_lens  # from positions
     shift = to_row[request].repeat(counts)
-    start = start + shift
+    end = seq_lens[request].repeat(counts)
+    start = np.minimum(start, end) + shift  # no sum of a bound as it comes: it might overflow
     first = np.maximum(start, query_start_loc[request].repeat(counts))
-    after = np.minimum(stop + shift + 1, query_start_loc[1:][request].repeat(counts))
+    after = np.minimum(stop, end - 1) + (shift + 1)
     images = _Images(start, first, after, after, None)
     live = first < after
     return images if live.all() else images.take(live.nonzero()[0])
@@ -129,10 +137,28 @@ def _flattened(
     request = [request for request, images in ranges.items() if images and request < num_reqs]
     lists = [ranges[one] for one in request] if len(request) < len(ranges) else ranges.values()
     counts = np.fromiter(map(len, lists), np.int64, len(request))
-    flat = [*chain.from_iterable(chain.from_iterable(lists))]
-    # `struct` takes integers in a third faster than `np.fromiter`.
-    bounds = np.frombuffer(struct.pack(f"{len(flat)}q", *flat), np.int64)
+    try:
+        if not set(map(len, chain.from_iterable(lists))) <= {2}:
+            raise ValueError
+        flat = [*chain.from_iterable(chain.from_iterable(lists))]
+        # `struct` takes integers in a third faster than `np.fromiter`.
+        bounds = np.frombuffer(struct.pack(f"{len(flat)}q", *flat), np.int64)
+    except (TypeError, ValueError, struct.error) as error:
+        wrong = next(
+            (one, image) for one in request for image in ranges[one] if not _is_pair(image)
+        )
+        raise ValueError(
+            f"{wrong[1]!r} is no image range of request {wrong[0]}: it must be (start, stop), two "
+            "integers of 64 bits."
+        ) from error
     return np.fromiter(request, np.int64, len(request)), counts, bounds
+
+
+def _is_pair(image: Any) -> bool:
+    try:
+        return len(struct.pack(f"{len(image)}q", *image)) == 16
+    except (TypeError, struct.error):
+        return False
 
 
 def _in_order(counts: np.ndarray, bounds: np.ndarray) -> bool:
@@ -257,9 +283,9 @@ class SegmentBatch:
 
     segments: Any
     """For every row, with the layer's own window."""
-    wider: list[tuple[int, torch.Tensor, Any]] = field(default_factory=list)
-    """Rows to attend again with another window: the window, (num_rows,) int64 rows and the
-    child's metadata for them alone."""
+    again: list[tuple[int, torch.Tensor, Any]] = field(default_factory=list)
+    """Rows to attend again: with which window, 0 for the layer's own, the (num_rows,) int64 rows,
+    and the child's metadata for them alone."""
 
 
 @dataclass
@@ -313,10 +339,11 @@ class PrefixSegmentsImpl:
             return forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         batch = attn_metadata.batch_for(ImageMask.of(layer))
         self.forward(layer, query, key, value, kv_cache, batch.segments, output, *scales)
-        for window, rows, metadata in batch.wider:
+        for window, rows, metadata in batch.again:
             inputs = (part if part is None else part[rows] for part in (query, key, value))
             again = torch.empty_like(output[rows])
-            self.with_window(window).forward(layer, *inputs, kv_cache, metadata, again, *scales)
+            impl: Any = self.with_window(window) if window else self
+            impl.forward(layer, *inputs, kv_cache, metadata, again, *scales)
             output[rows] = again
         return output
 
@@ -386,7 +413,7 @@ class PrefixSegmentsMetadataBuilder:
                 "cut into segments. The model runner must set it in CommonAttentionMetadata."
             )
         starts = common_attn_metadata.query_start_loc_cpu.numpy().astype(np.int64)
-        lengths = seq_lens.numpy().astype(np.int64)
+        lengths = seq_lens.numpy()[: len(starts) - 1].astype(np.int64)  # it may be padded further
         images = _scheduled_images(starts, lengths, ranges)
         if not len(images.first):
             return build(common_attn_metadata)
@@ -414,22 +441,27 @@ class PrefixSegmentsMetadataBuilder:
     def _batch(
         self, common: CommonAttentionMetadata, segments: Segments, build: Any
     ) -> SegmentBatch:
-        wide = segments.window > 0
-        if not wide.any():
-            return SegmentBatch(build(self._as_requests(common, segments, None)))
-        narrow = segments._replace(
-            # Attended again below; until then as cheaply as the rows allow.
-            causal=segments.causal | wide,
-            end=np.where(wide, segments.num_rows, segments.end),
+        num_blocks = -(-int(segments.end.max()) // self.kv_cache_spec.block_size)
+        single = segments.request[0] == segments.request[-1]
+        if single or len(segments.request) * num_blocks <= LARGEST_TABLE:
+            apart, rest = _wide_apart(segments)
+        else:
+            apart, rest = _cut_requests_apart(segments)
+        return SegmentBatch(
+            build(self._as_requests(common, rest, None)),
+            [self._again(common, segments, group, build) for group in apart],
         )
-        wider = []
-        for window in np.unique(segments.window[wide]).tolist():
-            part = Segments(*(column[segments.window == window] for column in segments))
-            rows = torch.from_numpy(_rows_of(part)).to(common.slot_mapping.device)
-            packed = part._replace(first_row=np.cumsum(part.num_rows) - part.num_rows)
-            metadata = self.build_wider(self._as_requests(common, packed, rows), window)
-            wider.append((window, rows, metadata))
-        return SegmentBatch(build(self._as_requests(common, narrow, None)), wider)
+
+    def _again(
+        self, common: CommonAttentionMetadata, segments: Segments, group: np.ndarray, build: Any
+    ) -> tuple[int, torch.Tensor, Any]:
+        part = segments.take(group)
+        rows = torch.from_numpy(_rows_of(part)).to(common.slot_mapping.device)
+        packed = part._replace(first_row=np.cumsum(part.num_rows) - part.num_rows)
+        as_requests = self._as_requests(common, packed, rows)
+        window = int(part.window[0])
+        wider = functools.partial(self.build_wider, window=window)
+        return window, rows, (wider if window else build)(as_requests)
 
     def _as_requests(
         self, common: CommonAttentionMetadata, segments: Segments, rows: torch.Tensor | None
@@ -444,6 +476,7 @@ class PrefixSegmentsMetadataBuilder:
         longest = int(segments.end.max())
         # Of the block table no more than is read, since it is as wide as the model's longest text.
         num_blocks = -(-longest // self.kv_cache_spec.block_size)
+        first, last = segments.request[[0, -1]].tolist()
 
         def of_rows(tensor: Any) -> Any:
             return tensor if tensor is None or rows is None else tensor[rows]
@@ -462,7 +495,13 @@ class PrefixSegmentsMetadataBuilder:
             num_actual_tokens=common.num_actual_tokens if rows is None else len(rows),
             max_query_len=int(segments.num_rows.max()),
             max_seq_len=longest,
-            block_table_tensor=of_requests(common.block_table_tensor[:, :num_blocks]),
+            block_table_tensor=(
+                common.block_table_tensor[first : first + 1, :num_blocks].expand(
+                    len(segments.request), -1
+                )
+                if first == last  # many segments of a long request would be many long rows
+                else of_requests(common.block_table_tensor[:, :num_blocks])
+            ),
             slot_mapping=of_rows(common.slot_mapping),
             positions=of_rows(common.positions),
             is_prefilling=of_requests(common.is_prefilling),
@@ -480,6 +519,44 @@ def _take(tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return torch.from_numpy(tensor.numpy().take(index, axis=0))
     return tensor[torch.from_numpy(index).to(tensor.device)]
+
+
+def _wide_apart(segments: Segments) -> tuple[list[np.ndarray], Segments]:
+    """The segments with a window of their own, as indices by window, and all with those narrow:
+    they are attended again, and until then as cheaply as their rows allow."""
+    wide = segments.window > 0
+    if not wide.any():
+        return [], segments
+    narrow = segments._replace(
+        causal=segments.causal | wide, end=np.where(wide, segments.num_rows, segments.end)
+    )
+    return _grouped(wide, segments.window), narrow
+
+
+def _cut_requests_apart(segments: Segments) -> tuple[list[np.ndarray], Segments]:
+    """The segments of requests with images, as indices by request and window, and the batch
+    uncut, with those requests narrow. Alone, a request's segments share one row of the block
+    table; together they would have a table that grows with segments times blocks."""
+    with_images = np.zeros(segments.request[-1] + 1, bool)
+    with_images[segments.request[~segments.causal]] = True
+    apart = with_images[segments.request]
+    starts = np.flatnonzero(np.diff(segments.request, prepend=-1))
+    num_rows = np.add.reduceat(segments.num_rows, starts)
+    uncut = segments.take(starts)._replace(
+        num_rows=num_rows,
+        end=np.where(apart[starts], num_rows, segments.end[starts]),
+        causal=np.ones(len(starts), bool),
+    )
+    return _grouped(apart, segments.window, segments.request), uncut
+
+
+def _grouped(which: np.ndarray, *keys: np.ndarray) -> list[np.ndarray]:
+    """The indices at which `which` is set, one array for each combination of `keys`."""
+    at = np.flatnonzero(which)
+    of = np.stack(keys)[:, at]
+    order = np.lexsort(of)
+    new = np.flatnonzero((np.diff(of[:, order]) != 0).any(0)) + 1
+    return np.split(at[order], new)
 
 
 def _rows_of(segments: Segments) -> np.ndarray:
