@@ -14,7 +14,7 @@ SOURCES := $(shell find vllm -name '*.py') pyproject.toml
 # distribution exists: imports work, and all that computes nothing.
 CPU_ENGINE := $(patsubst 0.33.%,0.32.0,$(ENGINE))
 
-.PHONY: help venv install demo test fuzz test-engine test-all-engines lint clean bench
+.PHONY: help venv install demo test fuzz test-engine test-all-engines lint clean bench soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -77,3 +77,6 @@ clean: ## remove .venv and what was built
 
 bench: install ## measure speed and memory beside what this replaces: QUICK=1 for a minute's run
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(BENCH)
+
+soak: install ## serve bad and good requests, 32 at once, and compare each answer: MINUTES=10
+	$(BIN)/python -m tools.soak $(if $(MINUTES),--minutes $(MINUTES))
