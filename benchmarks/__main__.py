@@ -28,7 +28,6 @@ def main() -> int:
     out = options.out or (ROOT / "benchmarks" if whole else ROOT / "out" / "benchmarks")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
     from benchmarks import harness
