@@ -40,9 +40,9 @@ TABLE = """\
 MARKS = "<!-- made by make test-all-engines -->\n", "<!-- end -->\n"
 
 
-def run(version: str) -> tuple[str, bool]:
-    """Test one engine; its row of the table, and whether all went well."""
-    report = ROOT / "out" / f"engine-{version}.xml"
+def run(version: str) -> bool:
+    """Test one engine, leave the report where `row` looks for it, and say whether all went well."""
+    report = _report(version)
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --junitxml={report}"
@@ -52,13 +52,17 @@ def run(version: str) -> tuple[str, bool]:
         env=os.environ | {"PYTEST_ADDOPTS": options},
         check=False,
     )
-    what = ENGINES.get(version, "see the Makefile")
-    if not report.is_file():
-        cells = [version, what, str(datetime.date.today()), "0", "0", "all", "0", "did not start"]
-        return _row(cells), False
+    return done.returncode == 0
+
+
+def row(version: str) -> str:
+    """The engine's row of the table, from its report."""
+    cells = [version, ENGINES.get(version, "see the Makefile"), str(datetime.date.today())]
+    if not _report(version).is_file():
+        return _line([*cells, "0", "0", "all", "0", "did not start"])
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ElementTree.parse(_report(version)).iter("testcase"):
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
@@ -67,13 +71,28 @@ def run(version: str) -> tuple[str, bool]:
             reasons[skipped.get("message", "")] += 1
         else:
             counts["engine" if ".e2e." in case.get("classname", "") else "unit"] += 1
-    cells = [version, what, str(datetime.date.today())]
     cells += [str(counts[kind]) for kind in ("unit", "engine", "failed", "skipped")]
     why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common())
-    return _row([*cells, why or "-"]), done.returncode == 0
+    return _line([*cells, why or "-"])
 
 
-def _row(cells: list[str]) -> str:
+def write(rows: dict[str, str]) -> str:
+    """Put the table into docs/engines.md and README.md, and return it."""
+    table = TABLE + "".join(rows[version] for version in sorted(rows))
+    PAGE.write_text(HEAD + table, encoding="utf-8")
+    start, end = MARKS
+    before, marked, rest = README.read_text(encoding="utf-8").partition(start)
+    if marked:
+        after = rest[rest.index(end) :]
+        README.write_text(f"{before}{start}{table}{after}", encoding="utf-8")
+    return table
+
+
+def _report(version: str) -> Path:
+    return ROOT / "out" / f"engine-{version}.xml"
+
+
+def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
 
 
@@ -82,15 +101,9 @@ def main() -> int:
     rows = {line.split()[1]: line for line in lines if line.startswith("| 0.")}
     failed = False
     for version in sys.argv[1:] or ENGINES:
-        rows[version], well = run(version)
-        failed |= not well
-    table = TABLE + "".join(rows[version] for version in sorted(rows))
-    PAGE.write_text(HEAD + table, encoding="utf-8")
-    start, end = MARKS
-    before, marked, rest = README.read_text(encoding="utf-8").partition(start)
-    if marked:
-        after = rest[rest.index(end) :]
-        README.write_text(f"{before}{start}{table}{after}", encoding="utf-8")
+        failed |= not run(version)
+        rows[version] = row(version)
+        table = write(rows)
     print(f"\n{table}", end="")
     return int(failed)
 
