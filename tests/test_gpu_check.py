@@ -9,9 +9,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.cpu_prefix_attn import CPUChildBackend, CPUSegmentsBackend
 
 from benchmarks import gpu_check
+from tests.e2e.triton_interpreter import run_interpreted
 from tests.v1.attention.mock_children import compose
 
-ON_CPU = "--device cpu --head-sizes 64 --image 64 --dtype float32 --windows 0 24".split()
+ON_CPU = "--device cpu --head-sizes 64 --timed-image 64 --dtype float32 --windows 0 24".split()
 CASES = [case.name for case in gpu_check.cases(64)]
 WITH_IMAGES = [case.name for case in gpu_check.cases(64) if case.has_images]
 
@@ -77,6 +78,17 @@ def test_a_pair_that_cannot_be_made_is_wrong(capsys: pytest.CaptureFixture[str])
     backend = pair(CPUSegmentsBackend, Unmade)
     assert list(gpu_check.check("a pair", backend, shape, torch.device("cpu"))) == [False]
     assert "cannot be made: needs a device" in capsys.readouterr().out
+
+
+def check_triton() -> int:
+    options = "--device cpu --head-sizes 64 --image 16 --dtype float32 --windows 24 --pairs 0"
+    return gpu_check.main(["TRITON_ATTN", *options.split()])
+
+
+def test_a_gpus_kernel_is_right_in_tritons_interpreter() -> None:
+    status, log = run_interpreted(check_triton)
+    assert status == 0
+    assert "0 of 5 answers wrong." in log
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
