@@ -62,7 +62,9 @@ test-all-engines: ## test-engine for 0.30.0 to 0.33.0, with a table that goes to
 # The whole suite runs on one engine; of the engine tests, Gemma 3's are those of the others.
 UNIT_TESTS := tests/v1 tests/plugins tests/test_packaging.py
 TESTS_OF_0.28.0 := tests/v1/worker
-TESTS_OF_0.30.0 := $(UNIT_TESTS) tests/e2e/test_gemma3.py
+# What vLLM itself chooses on GPUs is pinned for 0.32.
+TESTS_OF_0.30.0 := $(UNIT_TESTS) tests/e2e/test_gemma3.py \
+    --ignore=tests/plugins/test_gpu_selection.py
 TESTS_OF_0.31.0 := $(TESTS_OF_0.30.0)
 TESTS_OF_0.33.0 := $(UNIT_TESTS)
 VARIABLES_OF_0.33.0 := VLLM_TARGET_DEVICE=cpu
