@@ -136,7 +136,7 @@ def _become(kind: str) -> Any:
 def _config_of(layer: Any) -> Any:
     from vllm.plugins.composite_attention import one_layer
 
-    return one_layer.vllm_config(layer)
+    return one_layer.vllm_config(layer, masked=layer.use_mm_prefix)
 
 
 def _answer(platform: Any, case: dict[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_other_layers_and_names(others: Any, case: str, chosen: str) -> None:
     [
         (
             "a pair by name on Turing",
-            "TRITON_ATTN__FLASH_ATTN was asked for and cannot serve this model's layers on this "
+            "TRITON_ATTN+FLASH_ATTN was asked for and cannot serve this model's layers on this "
             "device: FLASH_ATTN: compute capability not supported. Name TRITON_ATTN or "
             "FLEX_ATTENTION instead, or leave the backend unset.",
         ),

@@ -1,6 +1,7 @@
 """Pairs of any two backends: how they are asked for, named, resolved and pickled."""
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_a_process_that_has_not_loaded_plugins_unpickles_the_member(
     [
         ("CPU_ATN", "no attention backend 'CPU_ATN'. Did you mean CPU_ATTN"),
         ("CPU_ATTN+NOPE_ATTN", "no attention backend 'NOPE_ATTN'"),
+        ("+CPU_ATTN", "A child's name is missing"),
+        ("prefill=,decode=CPU_ATTN", "A child's name is missing"),
+        ("auto+CPU_ATTN", "'auto' is no child"),
         ("A+B+C", "it must read GENERAL+CAUSAL"),
         ("prefill=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
         ("prefill=CPU_ATTN,extend=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
@@ -96,8 +100,18 @@ def test_a_process_that_has_not_loaded_plugins_unpickles_the_member(
     ],
 )
 def test_what_cannot_be_composed_is_refused_with_the_reason(value: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason.replace("+", r"\+")):
+    with pytest.raises(ValueError, match=re.escape(reason)):
         pairs.backend_for(value)
+
+
+@pytest.mark.parametrize(
+    "name", ["CPU_PREFIX_ATTN__CPU_ATTN", "PREFILL__CPU_PREFIX_ATTN__DECODE__CPU_ATTN"]
+)
+def test_a_pair_may_be_named_as_its_member_is(name: str) -> None:
+    """Configurations and other tools' logs show it so."""
+    backend = pairs.backend_for(name)
+    assert backend is not None
+    assert backend.name == name
 
 
 def test_an_unknown_attribute_of_the_module_is_one() -> None:

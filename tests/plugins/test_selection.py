@@ -4,12 +4,14 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.plugins import composite_attention
 from vllm.plugins.composite_attention import choosing, engine, pairs, selection
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -106,7 +108,7 @@ def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
 
 def test_a_gpu_backend_by_environment_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    with pytest.raises(ValueError, match="asks for FLASH_ATTN, which does not run on CPU"):
+    with pytest.raises(ValueError, match="asks for FLASH_ATTN. It does not run on CPU"):
         chosen(AttentionBackendEnum.FLASH_ATTN, use_mm_prefix=False)
 
 
@@ -173,32 +175,67 @@ def test_a_pair_of_gpu_backends_by_name_is_refused_by_its_children() -> None:
     """FLASH_ATTN would compare the device's capability, and a CPU has none."""
     selected = pairs.backend_for("CPU_ATTN+FLASH_ATTN")
     with pytest.raises(
-        ValueError, match=r"CPU_ATTN__FLASH_ATTN .*: FLASH_ATTN does not run on CPU"
+        ValueError, match=r"CPU_ATTN\+FLASH_ATTN .*: FLASH_ATTN does not run on CPU"
     ):
         chosen(selected)
 
 
-def engine_arguments(backend: str | None) -> Any:
-    return SimpleNamespace(
-        attention_backend=backend, attention_config=SimpleNamespace(backend=None)
-    )
+def engine_arguments(backend: str | None, by_kind: dict[str, str] | None = None) -> Any:
+    attention = SimpleNamespace(backend=None, backend_per_kind=by_kind or {})
+    return SimpleNamespace(attention_backend=backend, attention_config=attention)
+
+
+def backend_given(arguments: Any) -> Any:
+    """The backend that vLLM then reads from the arguments."""
+    return selection._with_environment(lambda arguments: arguments.attention_backend, arguments)
 
 
 def test_the_environment_acts_as_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "cpu_prefix_attn")
+    assert backend_given(engine_arguments(None)) is AttentionBackendEnum["CPU_PREFIX_ATTN"]
+
+
+def test_arguments_that_serve_twice_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = engine_arguments(None)
-    selection._with_environment(lambda arguments: None, arguments)
-    assert arguments.attention_backend is AttentionBackendEnum["CPU_PREFIX_ATTN"]
+    for name in ("CPU_PREFIX_ATTN", "CPU_ATTN"):
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
+        assert backend_given(arguments) is AttentionBackendEnum[name]
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND")
+    assert backend_given(arguments) is None
+
+
+def test_what_vllm_has_remembered_does_not_outlive_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten = Mock()
+    monkeypatch.setattr(
+        selector, "_cached_get_attn_backend", SimpleNamespace(cache_clear=forgotten)
+    )
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_ATTN")
+    backend_given(engine_arguments(None))
+    forgotten.assert_called_once_with()
 
 
 def test_an_argument_wins_over_the_environment_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_PREFIX_ATTN")
-    arguments = engine_arguments("CPU_ATTN")
-    selection._with_environment(lambda arguments: None, arguments)
-    assert arguments.attention_backend == "CPU_ATTN"
+    assert backend_given(engine_arguments("CPU_ATTN")) == "CPU_ATTN"
     assert "CPU_ATTN, given as an argument, wins over" in caplog.text
+
+
+def test_backends_by_kind_win_over_the_environment_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_PREFIX_ATTN")
+    backend_given(engine_arguments(None, {"sliding_window": "CPU_ATTN"}))
+    assert "{'sliding_window': 'CPU_ATTN'}, given as an argument, wins over" in caplog.text
+
+
+def test_an_argument_wins_over_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "NOPE_ATTN")
+    assert backend_given(engine_arguments("CPU_ATTN")) == "CPU_ATTN"
+    assert chosen(AttentionBackendEnum.CPU_ATTN) == STOCK
 
 
 def test_loading_twice_changes_nothing() -> None:
@@ -274,7 +311,11 @@ def test_a_scheduler_of_the_users_is_kept_with_a_warning(
 
 
 def after_the_models_wish(
-    *, given: str | None = None, drafter: bool = False, masked: bool = True
+    *,
+    given: str | None = None,
+    drafter: bool = False,
+    diffusion: bool = False,
+    masked: bool = True,
 ) -> AttentionBackendEnum | None:
     """The backend after a model like Gemma 4 has asked for TRITON_ATTN where none is given."""
 
@@ -286,6 +327,7 @@ def after_the_models_wish(
         attention_config=SimpleNamespace(backend=given and AttentionBackendEnum[given]),
         model_config=SimpleNamespace(is_mm_prefix_lm=masked),
         speculative_config=SimpleNamespace() if drafter else None,
+        diffusion_config=SimpleNamespace() if diffusion else None,
     )
     selection._without_the_models_wish(wish, vllm_config)
     return vllm_config.attention_config.backend
@@ -302,6 +344,10 @@ def test_what_the_user_names_is_no_models_wish(given: str) -> None:
 
 def test_a_drafter_keeps_the_backend_that_the_model_has_asked_for() -> None:
     assert after_the_models_wish(drafter=True) is AttentionBackendEnum.TRITON_ATTN
+
+
+def test_a_diffusion_model_keeps_the_backend_that_it_has_asked_for() -> None:
+    assert after_the_models_wish(diffusion=True) is AttentionBackendEnum.TRITON_ATTN
 
 
 def test_a_text_model_keeps_its_wish() -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.v1.attention.backends import storage_proof
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.cpu_prefix_attn import (
     CPUChildBackend,
@@ -192,6 +194,38 @@ def test_a_pair_inside_a_composite_is_proven_as_well(place: int) -> None:
     children[place] = composite_of(PACKED, VALUE_FIRST)
     with pytest.raises(ValueError, match=REFUSED):
         serve(compose(*children, name="Outer"))
+
+
+def asked_before_any_layer(composite: Any) -> str | None:
+    with patch.object(storage_proof, "get_current_vllm_config", mock_config):
+        return storage_proof.reason_against(composite, CPU, head_size=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", ALL_FORMATS, ids=str)
+def test_before_any_layer_children_that_store_alike_may_be_chosen(stored: CacheFormat) -> None:
+    assert asked_before_any_layer(composite_of(stored, stored)) is None
+
+
+@pytest.mark.parametrize("causal", OTHERS, ids=str)
+def test_before_any_layer_children_that_store_differently_are_seen(causal: CacheFormat) -> None:
+    reason = asked_before_any_layer(composite_of(PACKED, causal))
+    assert "they store keys and values differently" in (reason or "")
+
+
+def test_before_any_layer_every_layout_that_may_come_is_proven() -> None:
+    general, causal = pair()
+    assert asked_before_any_layer(compose(general, causal)) is None
+    assert proofs(causal) == len(KVCacheLayout)
+
+
+@pytest.mark.parametrize(("causal", "differs"), [(PACKED, False), (VALUE_FIRST, True)], ids=str)
+def test_a_default_device_does_not_keep_it_from_proving(causal: CacheFormat, differs: bool) -> None:
+    """vLLM makes layers with the model's device as torch's default, and no generator of a CPU's
+    random numbers fills a tensor there."""
+    with torch.device("meta"):
+        reason = asked_before_any_layer(composite_of(PACKED, causal))
+    assert ("they store keys and values differently" in (reason or "")) == differs
+    assert (reason is None) != differs
 
 
 def test_the_proof_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ def _register() -> None:
 
     reason = unsupported_reason()
     if reason is not None:
-        logger.warning("%s Stock vLLM behaviour is unchanged.", reason)
+        asked = os.environ.get("VLLM_ATTENTION_BACKEND")
+        ignored = f" VLLM_ATTENTION_BACKEND={asked} is not read." if asked else ""
+        logger.warning("%s Stock vLLM behaviour is unchanged.%s", reason, ignored)
         return
     from vllm.plugins.composite_attention import selection
 

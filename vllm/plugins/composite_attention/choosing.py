@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from vllm.logger import init_logger
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins.composite_attention import pairs
 from vllm.triton_utils import HAS_TRITON
@@ -19,8 +18,6 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.storage_proof import reason_against
-
-logger = init_logger(__name__)
 
 ABOVE_EVERY_FLOOR = DeviceCapability(99, 0)
 """Stands for the compute capability of platforms that have none (CPU, XPU)."""
@@ -80,17 +77,18 @@ def of_platform(platform: Any, config: Any, num_heads: int | None = None) -> lis
         attn_selector_config=config,
         num_heads=num_heads,
     )
-    # CUDA's entries hold their priority, ROCm's only where they are valid.
+    # CUDA's entries hold their priority, ROCm's only where they are valid: the rest come last.
     order: list[tuple[int, Candidate]] = []
     for entry in valid:
         backend = next(part for part in entry if isinstance(part, AttentionBackendEnum))
         order.append((entry[-1], Candidate(backend.name, [])))
     for backend, why in invalid.items():
-        priority, reasons = why if isinstance(why, tuple) else (-1, why)
+        priority, reasons = why if isinstance(why, tuple) else (LAST, why)
         order.append((priority, Candidate(backend.name, reasons)))
     return [candidate for _, candidate in sorted(order, key=lambda entry: entry[0])]
 
 
+LAST = 1000
 NO_MASK = "it has no image mask: image tokens would attend causally"
 
 

@@ -57,10 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", metavar="T", help="default: auto")
     parser.add_argument("--json", action="store_true", help="print JSON")
     layer = parser.add_argument_group("a layer of no model")
-    layer.add_argument("--head-size", type=int, metavar="N", help="elements of one head")
-    layer.add_argument("--num-heads", type=int, default=8, metavar="N", help="default: 8")
+    layer.add_argument("--head-size", type=positive, metavar="N", help="elements of one head")
+    layer.add_argument("--num-heads", type=positive, metavar="N", help="default: 8")
     layer.add_argument("--window", action="store_true", help="it has a sliding window")
     layer.add_argument("--causal", action="store_true", help="it needs no image mask")
+
+
+def positive(text: str) -> int:
+    """A number from the command line, at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if (arguments.model is None) == (arguments.head_size is None):
         raise ValueError("Give a MODEL, or describe a layer with --head-size N.")
+    if arguments.model and (arguments.window or arguments.causal or arguments.num_heads):
+        raise ValueError("--window, --causal and --num-heads describe a layer of no MODEL.")
+    arguments.num_heads = arguments.num_heads or 8
     try:
         title, found = answers(arguments)
     except _RefusedError as error:
@@ -93,10 +104,9 @@ def answers(arguments: argparse.Namespace) -> tuple[str, list[Answer]]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    settings, layers, masked = (
+    settings, layers, masked, asked = (
         _of_no_model(arguments) if arguments.model is None else _of_model(arguments)
     )
-    asked = settings.attention_config.backend
     with set_current_vllm_config(settings):
         found = [_answer(layer, settings, masked, asked) for layer in layers]
     from vllm.platforms import current_platform
@@ -106,8 +116,9 @@ def answers(arguments: argparse.Namespace) -> tuple[str, list[Answer]]:
     return f"{what} on {_device(current_platform)}: {images}", found
 
 
-def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
+def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool, bool]:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins.composite_attention.selection import asked_by_environment
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="explain"))
@@ -117,13 +128,17 @@ def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
     if unknown:
         raise ValueError(f"Neither this command nor vLLM takes {' '.join(unknown)}.")
     try:
-        settings = EngineArgs.from_cli_args(given).create_engine_config()
+        engine = EngineArgs.from_cli_args(given)
+        asked = engine.attention_backend or engine.attention_config.backend
+        asked = asked or asked_by_environment()
+        settings = engine.create_engine_config()
     except (ValueError, OSError) as error:
         raise _RefusedError(_sentence(error)) from error
-    return settings, layers_of(settings), settings.model_config.is_mm_prefix_lm
+    masked = settings.model_config.is_mm_prefix_lm
+    return settings, layers_of(settings), masked, asked is not None
 
 
-def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]:
+def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool, bool]:
     import torch
     from vllm.plugins.composite_attention import one_layer
     from vllm.plugins.composite_attention.selection import asked_by_environment
@@ -138,12 +153,15 @@ def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool]
         arguments.head_size, dtype, arguments.kv_cache_dtype or "auto", None
     )
     try:
-        settings = one_layer.vllm_config(layer, arguments.num_heads)
+        settings = one_layer.vllm_config(
+            layer, arguments.num_heads, arguments.num_heads, masked=not arguments.causal
+        )
         settings.attention_config.backend = asked_by_environment()
     except ValueError as error:
         raise _RefusedError(_sentence(error)) from error
     kind = Layer(1, arguments.head_size, arguments.window, arguments.num_heads)
-    return settings, [kind], not arguments.causal
+    asked = settings.attention_config.backend is not None
+    return settings, [kind], not arguments.causal, asked
 
 
 def layers_of(settings: Any) -> list[Layer]:
@@ -162,23 +180,29 @@ def layers_of(settings: Any) -> list[Layer]:
     return [kind._replace(layers=count) for kind, count in kinds.items()]
 
 
-def _answer(layer: Layer, settings: Any, masked: bool, asked: Any) -> Answer:
+def _answer(layer: Layer, settings: Any, masked: bool, asked: bool) -> Answer:
     from vllm.platforms import current_platform
     from vllm.plugins.composite_attention import choosing
+    from vllm.plugins.composite_attention.selection import spelled
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     question = _question(layer, settings, masked)
-    candidates = list(choosing.candidates(current_platform, question, layer.num_heads))
+    named = settings.attention_config.backend
+    candidates: list[Any] = []
     try:
-        path = current_platform.get_attn_backend_cls(asked, question, layer.num_heads)
-        chosen = resolve_obj_by_qualname(path).get_name()
-        reason = "automatic"
-        if asked is not None:
-            taken = "" if asked.name == chosen else ", which vLLM does not take here"
-            reason = f"{asked.name} was asked for{taken}"
-    except (ValueError, ImportError) as error:
+        candidates += choosing.candidates(current_platform, question, layer.num_heads)
+        path = current_platform.get_attn_backend_cls(named, question, layer.num_heads)
+        chosen = spelled(resolve_obj_by_qualname(path).get_name())
+        reason = _reason(named and spelled(named.name), chosen, asked)
+    except (ValueError, ImportError, NotImplementedError) as error:
         chosen, reason = None, _sentence(error)
     return Answer(layer, chosen, reason, candidates)
+
+
+def _reason(named: str | None, chosen: str, asked: bool) -> str:
+    if asked:
+        return f"{named} was asked for" + ("" if named == chosen else ", not taken by vLLM here")
+    return "the model asks for it" if named == chosen else "automatic"
 
 
 def _question(layer: Layer, settings: Any, masked: bool) -> Any:

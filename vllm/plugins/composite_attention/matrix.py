@@ -133,7 +133,7 @@ def _proven(pairs: list[Pair], head_size: int) -> Iterator[Pair]:
         name = f"{pair.general}+{pair.causal}"
         joined = pair.reason is None and pair.general != pair.causal
         if joined and choosing.runs_here(class_of(name), current_platform):
-            reason = one_layer.reason_against(name, head_size)
+            reason = one_layer.refusal(name, head_size)
             pair = pair._replace(reason=reason, proven=reason is None)
         yield pair
 

@@ -3,6 +3,7 @@
 backends read the configuration that is current, and its model's."""
 
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
-def vllm_config(config: Any, num_heads: int = 4, num_kv_heads: int = 2) -> VllmConfig:
+def vllm_config(
+    config: Any, num_heads: int = 4, num_kv_heads: int = 2, masked: bool = False
+) -> VllmConfig:
     """vLLM's configuration for a model whose only layer is that of `config`.
 
     Args:
         config: vLLM's `AttentionSelectorConfig` of the layer.
         num_heads: its query heads.
         num_kv_heads: its KV heads.
+        masked: whether the model needs the image mask.
     """
     llama = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -42,12 +46,13 @@ def vllm_config(config: Any, num_heads: int = 4, num_kv_heads: int = 2) -> VllmC
     with tempfile.TemporaryDirectory() as folder:
         llama.save_pretrained(folder)
         model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype=config.dtype)
+    model.model_arch_config = replace(model.model_arch_config, is_mm_prefix_lm=masked)
     cache = CacheConfig(cache_dtype=config.kv_cache_dtype or "auto", block_size=config.block_size)
     device = DeviceConfig(torch.device(current_platform.device_type))
     return VllmConfig(model_config=model, cache_config=cache, device_config=device)
 
 
-def reason_against(name: str, head_size: int) -> str | None:
+def refusal(name: str, head_size: int) -> str | None:
     """Why the children of a pair cannot share a KV cache on this device, found as it is when the
     engine starts, by a layer of its own; None if they can.
 

@@ -11,7 +11,7 @@ import difflib
 import re
 from typing import Any
 
-from vllm.plugins.composite_attention.selection import member
+from vllm.plugins.composite_attention.selection import member, spelled
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.composite import (
     MMPrefixAttentionRouting,
@@ -57,7 +57,7 @@ def class_of(value: str) -> type[AttentionBackend]:
     except Exception as error:
         what = f"{value.strip()!r} cannot be joined" if "__" in name else f"{name} cannot be loaded"
         raise ValueError(
-            f"{what}: {error}. Install what is missing, or name other backends."
+            f"{what}: {str(error).rstrip('.')}. Install what is missing, or name other backends."
         ) from error
 
 
@@ -68,6 +68,8 @@ def is_pair(value: str) -> bool:
 
 def _name_of(value: str) -> str:
     """A registry name as it is written there, or the name of a pair's class in this module."""
+    if "+" not in value and "=" not in value:
+        value = spelled(value.strip())  # as the enum's member is named
     pattern, children = "{}__{}", value.split("+")
     if "=" in value:
         phases = dict(part.split("=", 1) for part in value.split(",") if "=" in part)
@@ -84,6 +86,9 @@ def _name_of(value: str) -> str:
 
 
 def _registered(name: str) -> str:
+    if name.strip().lower() in ("", "auto"):
+        what = f"{name.strip()!r} is no child" if name.strip() else "A child's name is missing"
+        raise ValueError(f"{what}: name two registered backends, such as TRITON_ATTN+FLASH_ATTN.")
     # Pairs are no children: their names could not be told from their children's.
     names = (name for name in AttentionBackendEnum.__members__ if "__" not in name)
     known = {name.lower(): name for name in names}

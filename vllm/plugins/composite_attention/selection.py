@@ -13,6 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.composite_attention.engine import register_name
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -95,18 +97,33 @@ def asked_by_environment() -> AttentionBackendEnum | None:
 def _with_environment(stock: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
     """Take `VLLM_ATTENTION_BACKEND` as if `--attention-backend` had been given, unless it has."""
     asked = os.environ.get(VARIABLE)
-    given = arguments.attention_backend or arguments.attention_config.backend
-    if asked and given is not None:
+    attention = arguments.attention_config
+    given = arguments.attention_backend or attention.backend
+    by_kind = getattr(attention, "backend_per_kind", None)
+    if asked and (given is not None or by_kind):
         logger.warning_once(
             "The attention backend %s, given as an argument, wins over %s=%s.",
-            getattr(given, "name", given),
+            getattr(given, "name", given or str(by_kind)),
             VARIABLE,
             asked,
         )
-    elif (backend := asked_by_environment()) is not None:
-        arguments.attention_backend = backend
-        logger.info_once("%s=%s: using attention backend %s.", VARIABLE, asked, backend.name)
-    return stock(arguments, *args, **kwargs)
+    if given is not None or (backend := asked_by_environment()) is None:
+        return stock(arguments, *args, **kwargs)
+    logger.info_once("%s=%s: using attention backend %s.", VARIABLE, asked, spelled(backend.name))
+    # vLLM remembers its answers, and does not know that this variable has a part in them.
+    getattr(selector._cached_get_attn_backend, "cache_clear", bool)()
+    arguments.attention_backend = backend
+    try:
+        return stock(arguments, *args, **kwargs)
+    finally:
+        arguments.attention_backend = None  # the caller may use them again
+
+
+def spelled(name: str) -> str:
+    """A backend's name as `VLLM_ATTENTION_BACKEND` takes it."""
+    if name.startswith("PREFILL__"):
+        return name.replace("PREFILL__", "prefill=").replace("__DECODE__", ",decode=")
+    return name.replace("__", "+")
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -151,12 +168,15 @@ def _keep_images_whole(stock: Callable[[Any], None], vllm_config: Any) -> None:
 def _without_the_models_wish(stock: Callable[[Any], None], vllm_config: Any) -> None:
     """Leave the choice open where only the model's configuration has made it: Gemma 4 asks for
     TRITON_ATTN on every layer where its largest heads need it. A drafter that shares its layers'
-    cache reads that wish, so with speculative decoding it stands."""
+    cache reads that wish, so with speculative decoding it stands; so it does for a diffusion model,
+    whose canvas attends without causality."""
     attention = vllm_config.attention_config
     unset = attention.backend is None
     stock(vllm_config)
     wish = unset and attention.backend is AttentionBackendEnum.TRITON_ATTN
-    if wish and vllm_config.model_config.is_mm_prefix_lm and not vllm_config.speculative_config:
+    others = ("speculative_config", "diffusion_config")
+    needed = any(getattr(vllm_config, other, None) is not None for other in others)
+    if wish and vllm_config.model_config.is_mm_prefix_lm and not needed:
         attention.backend = None
 
 
@@ -177,8 +197,7 @@ def _choose(
         if config.attn_type == AttentionType.DECODER:
             return _named(selected, config, num_heads)
         selected = None  # a composite routes decoder layers only
-    by_environment = selected is not None and selected is asked_by_environment()
-    if by_environment:
+    if selected is not None and selected is _valid_in_environment():
         return _named_by_environment(stock, selected, config, num_heads)
     masked = config.use_mm_prefix and config.attn_type == AttentionType.DECODER
     if masked and current_platform.is_cpu() and selected is AttentionBackendEnum.CPU_ATTN:
@@ -189,6 +208,13 @@ def _choose(
         if composite is not None:
             return composite
     return stock(selected, config, num_heads)
+
+
+def _valid_in_environment() -> AttentionBackendEnum | None:
+    try:
+        return asked_by_environment()
+    except ValueError:
+        return None  # an argument has won over it, or the engine would not have started
 
 
 def _is_lost_on_cpu(backend: Any) -> bool:
@@ -202,10 +228,10 @@ def _named(selected: Any, config: Any, num_heads: int | None) -> str:
 
     if reasons := choosing.reasons_against(selected.get_class(), current_platform, config):
         raise ValueError(
-            f"{selected.name} was asked for and cannot serve this model's layers on this "
+            f"{spelled(selected.name)} was asked for and cannot serve this model's layers on this "
             f"device: {'; '.join(reasons)}. {_what_can(config, num_heads)}"
         )
-    logger.info_once("Using %s, which was asked for by name.", selected.name)
+    logger.info_once("Using %s, which was asked for by name.", spelled(selected.name))
     return selected.get_path()
 
 
@@ -214,30 +240,22 @@ def _named_by_environment(
 ) -> str:
     from vllm.plugins.composite_attention import choosing, pairs
 
-    if current_platform.is_cpu():  # where vLLM takes no notice of a name
-        try:
-            runs = choosing.runs_here(pairs.class_of(selected.name), current_platform)
-        except ValueError as error:
-            raise ValueError(f"{VARIABLE}: {error} {_what_can(config, num_heads)}") from error
-        if not runs:
-            raise ValueError(
-                f"{VARIABLE} asks for {selected.name}, which does not run on CPU. "
-                f"{_what_can(config, num_heads)}"
-            )
-        choice = stock(selected, config, num_heads)
-        if config.attn_type != AttentionType.DECODER:
-            return choice
-        if choice != selected.get_path():
-            return _named(selected, config, num_heads)
-        if config.use_mm_prefix:
-            _warn_of_causal_images()
-        return choice
     try:
-        return stock(selected, config, num_heads)
+        backend = pairs.class_of(selected.name)
+        if not choosing.runs_here(backend, current_platform):
+            raise ValueError("It does not run on CPU.")
+        path = stock(selected, config, num_heads)
     except ValueError as error:
         raise ValueError(
             f"{VARIABLE} asks for {selected.name}. {error} {_what_can(config, num_heads)}"
         ) from error
+    if config.attn_type != AttentionType.DECODER:
+        return path
+    if not issubclass(resolve_obj_by_qualname(path), backend):  # vLLM has taken no notice of it
+        return _named(selected, config, num_heads)
+    if config.use_mm_prefix and current_platform.is_cpu():
+        _warn_of_causal_images()
+    return path
 
 
 def _warn_of_causal_images() -> None:

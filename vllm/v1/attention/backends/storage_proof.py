@@ -78,10 +78,18 @@ def prove_one_storage(
     layer: Any = next(iter(layers.values()), None)
     impl = None if layer is None else _impl_of(backend, layer.impl)
     if impl is None:
+        logger.warning_once(
+            "That %s store keys and values alike was not proven: no layer has its impl.",
+            " and ".join(child.get_name() for child in backend.child_classes()),
+        )
         return
-    reason = _refusal(layer, impl, backend, kv_cache_spec, vllm_config, device, tuple(builders))
+    layout = _layouts(backend, vllm_config)[0]
+    reason = _refusal(layer, impl, backend, kv_cache_spec, layout, device, tuple(builders))
     if reason is not None:
-        raise ValueError(f"{reason} Choose another pair, or set {SWITCH}=0 to join them unproven.")
+        raise ValueError(
+            f"{reason} Name another pair or a single backend with --attention-backend, or set "
+            f"{SWITCH}=0 to join them unproven."
+        )
 
 
 def reason_against(
@@ -124,7 +132,7 @@ def reason_against(
         )
     except Exception as error:  # whatever it is, such a pair is no choice
         return f"it cannot be made for such a layer: {error}"
-    one = torch.ones(1, device=device)
+    one = torch.ones(1, device=device, dtype=torch.float32)
     layer = SimpleNamespace(
         impl=impl,
         num_heads=num_kv_heads,
@@ -134,7 +142,12 @@ def reason_against(
         **dict.fromkeys(("_q_scale", "_k_scale", "_v_scale"), one),
         **dict.fromkeys(("_q_scale_float", "_k_scale_float", "_v_scale_float"), 1.0),
     )
-    return _refusal(layer, impl, backend, spec, get_current_vllm_config(), device, ())
+    layouts = _layouts(backend, get_current_vllm_config())
+    try:
+        refusals = [_refusal(layer, impl, backend, spec, each, device, ()) for each in layouts]
+    except Exception as error:
+        return f"that its children store keys and values alike could not be shown: {error}"
+    return next(filter(None, refusals), None)
 
 
 def _refusal(
@@ -142,11 +155,10 @@ def _refusal(
     impl: Any,
     backend: Any,
     spec: AttentionSpec,
-    vllm_config: VllmConfig,
+    layout: KVCacheLayout,
     device: torch.device,
     builders: tuple[Any, ...],
 ) -> str | None:
-    layout = _layout(backend, vllm_config)
     case = (
         *backend.child_classes(),
         spec.dtype,
@@ -190,11 +202,12 @@ class UnprovableError(Exception):
     """Neither kind of proof can be carried out here."""
 
 
-def _layout(backend: Any, vllm_config: VllmConfig) -> KVCacheLayout:
+def _layouts(backend: Any, vllm_config: VllmConfig) -> tuple[KVCacheLayout, ...]:
+    """The engine's KV cache layout, or those that it may still choose from."""
     name = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     if isinstance(name, str):
-        return KVCacheLayout[name]
-    return (backend.supported_kv_cache_layouts() or tuple(KVCacheLayout))[0]
+        return (KVCacheLayout[name],)
+    return backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)
 
 
 def _scratch_cache(
@@ -223,10 +236,13 @@ def _first_difference(
     slots = block_table[0, position // spec.block_size].long() * spec.block_size
     slots += position % spec.block_size
 
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     shape = (num_tokens, layer.num_kv_heads, layer.head_size)
     dtype = getattr(layer, "dtype", torch.get_default_dtype())
-    key, value = (torch.randn(shape, generator=random).to(device, dtype) for _ in range(2))
+    # vLLM makes layers with the device as torch's default.
+    key, value = (
+        torch.randn(shape, generator=random, device="cpu").to(device, dtype) for _ in range(2)
+    )
 
     caches = [_scratch_cache(spec, layout, device) for _ in range(2)]
     written = [
@@ -289,8 +305,8 @@ def _reads_differently(
     slots: torch.Tensor,
 ) -> str | None:
     num_tokens = len(slots)
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-    length = torch.tensor([num_tokens], dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
+    length = torch.tensor([num_tokens], dtype=torch.int32, device="cpu")
     batch = CommonAttentionMetadata(
         query_start_loc=starts.to(slots.device),
         query_start_loc_cpu=starts,
@@ -303,8 +319,9 @@ def _reads_differently(
         block_table_tensor=block_table,
         slot_mapping=slots[-1:],
     )
-    random = torch.Generator().manual_seed(1)
-    query = torch.randn((1, layer.num_heads, layer.head_size), generator=random).to(key)
+    random = torch.Generator("cpu").manual_seed(1)
+    shape = (1, layer.num_heads, layer.head_size)
+    query = torch.randn(shape, generator=random, device="cpu").to(key)
     outputs = []
     for child, builder in zip(impl.children, builders, strict=True):
         out = torch.zeros_like(query)
