@@ -84,7 +84,7 @@ class Layer:
         self.shape, self.device = shape, device
         self.block_size = max(32, backend.get_preferred_block_size(32))
         settings = AttentionSelectorConfig(shape.head_size, shape.dtype, "auto", self.block_size)
-        self.config = vllm_config(settings, HEADS, KV_HEADS)
+        self.config = vllm_config(settings, HEADS, KV_HEADS, masked=True)
         current = set_current_vllm_config(self.config)
         with current, set_default_torch_dtype(shape.dtype), torch.device(device):
             layer: Any = Attention(
@@ -107,7 +107,8 @@ class Layer:
         layout = (backend.supported_kv_cache_layouts() or tuple(KVCacheLayout))[0]
         size = compute_layer_kv_cache_shape_bytes(spec, num_blocks)
         strides = compute_layout_strides(spec, num_blocks, 1, layout)[1:]
-        raw = torch.zeros(int(np.prod(size)), dtype=torch.int8, device=device)
+        last = sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+        raw = torch.zeros(last + 1, dtype=torch.int8, device=device)
         self.cache = raw.as_strided(size, strides).view(spec.dtype)
 
     def prepare(self, case: Case) -> None:
@@ -255,8 +256,9 @@ def timed(
 def chosen(shape: Shape) -> list[str]:
     """The composites that would be chosen automatically for a layer that masks images, or come
     first among the platform's own."""
+    from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
-    from vllm.plugins.composite_attention import choosing
+    from vllm.plugins.composite_attention import choosing, one_layer
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -268,7 +270,9 @@ def chosen(shape: Shape) -> list[str]:
         use_mm_prefix=True,
         has_sliding_window=shape.window is not None,
     )
-    able = [c.name for c in choosing.candidates(current_platform, config, HEADS) if not c.reasons]
+    with set_current_vllm_config(one_layer.vllm_config(config, HEADS, KV_HEADS, masked=True)):
+        candidates = list(choosing.candidates(current_platform, config, HEADS))
+    able = [candidate.name for candidate in candidates if not candidate.reasons]
     first = able[:1]
     if first and "+" not in first[0]:
         first = [n for n in first if choosing.is_composite(AttentionBackendEnum[n].get_class())]
@@ -283,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", help="as VLLM_ATTENTION_BACKEND takes them")
     parser.add_argument("--device", default="cuda", help="cuda (default), xpu or cpu")
-    parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128, 256, 512])
     parser.add_argument("--windows", nargs="+", type=int, default=[0, 96], help="0 for none")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--image", type=int, default=64, help="tokens of a checked image")
@@ -291,7 +295,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=20, help="timings each; 0 to check only")
     options = parser.parse_args(argv)
 
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
     from vllm.plugins.composite_attention import pairs
@@ -309,12 +312,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for head_size in options.head_sizes:
         for window in options.windows:
             shape = Shape(head_size, window or None, DTYPES[options.dtype])
-            with set_current_vllm_config(VllmConfig()):
-                names = options.names or chosen(shape)
+            names = options.names or chosen(shape)
             if not names:
                 print(f"none  {shape}: no composite would be chosen here")
             for name in names:
-                asked = pairs.backend_for(name)
+                try:
+                    asked: Any = pairs.backend_for(name)
+                except ValueError as error:
+                    parser.error(str(error))
                 if asked is None:
                     parser.error(f"{name} names no backend")
                 right = list(check(name, asked.get_class(), shape, device, options.image))

@@ -39,6 +39,13 @@ def test_a_backend_without_the_image_mask_is_wrong(capsys: pytest.CaptureFixture
     assert "| CPU_ATTN" not in out  # what is wrong is not timed
 
 
+def test_a_name_that_nobody_knows_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        gpu_check.main(["CPU_ATN", *ON_CPU])
+    assert exit_.value.code == 2
+    assert "There is no attention backend 'CPU_ATN'" in capsys.readouterr().err
+
+
 class OffImpl(CPUAttentionBackendImpl):
     """5 % too much."""
 

@@ -43,7 +43,7 @@ VALUES = {
     "CPU_PREFIX_ATTN+CPU_ATTN": Value("CPU_PREFIX_ATTN__CPU_ATTN"),
     "prefill=CPU_PREFIX_ATTN,decode=CPU_ATTN": Value("PREFILL__CPU_PREFIX_ATTN__DECODE__CPU_ATTN"),
 }
-GIVEN, OVERRULED = "CPU_PREFIX_ATTN", "CPU_ATTN"
+GIVEN, OVERRULED = "CPU_PREFIX_ATTN", "NOPE_ATTN"  # which nobody knows
 PAIR = "prefill=CPU_PREFIX_ATTN,decode=CPU_ATTN"
 UNKNOWN, NOT_HERE = "CPU_ATN", "TRITON_ATTN+FLASH_ATTN"
 REFUSED = {
@@ -51,8 +51,8 @@ REFUSED = {
     "CPU_ATTN+NOPE_ATTN": "There is no attention backend 'NOPE_ATTN'. Did you mean ",
     "CPU_ATTN+CPU_MLA": "CPU_MLA cannot be a child of .*: its forward writes the KV cache itself",
     "prefill=CPU_ATTN": "it must read prefill=NAME,decode=NAME",
-    "FLASH_ATTN": "FLASH_ATTN, which does not run on CPU. Name CPU_PREFIX_ATTN instead",
-    NOT_HERE: "TRITON_ATTN__FLASH_ATTN .*cannot serve .*: TRITON_ATTN does not run on CPU; "
+    "FLASH_ATTN": r"FLASH_ATTN\. It does not run on CPU\. Name CPU_PREFIX_ATTN instead",
+    NOT_HERE: r"TRITON_ATTN\+FLASH_ATTN .*cannot serve .*: TRITON_ATTN does not run on CPU; "
     "FLASH_ATTN does not run on CPU. Name CPU_PREFIX_ATTN instead",
     "CPU_ATTN+CPU_PREFIX_ATTN": "cannot serve .*CPU_ATTN: .*partial multimodal token full attention"
     " not supported",

@@ -136,7 +136,8 @@ def test_explain_takes_a_layer_of_no_model(capsys: pytest.CaptureFixture[str]) -
         (["explain"], "Give a MODEL, or describe a layer with --head-size N."),
         (["explain", "--head-size", "64", "--dtype", "float7"], "float7 is no dtype of torch"),
         (["explain", "--head-size", "64", "--swim"], "--swim goes to vLLM, with a MODEL only."),
-        (["show", "12"], "12"),
+        (["show", "12"], "is no request"),
+        (["explain", "x", "--window"], "describe a layer of no MODEL"),
     ],
 )
 def test_misuse_ends_with_2_and_a_sentence(

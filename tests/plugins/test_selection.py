@@ -108,7 +108,7 @@ def test_what_the_composite_cannot_serve_stays_stock_and_is_said(
 
 def test_a_gpu_backend_by_environment_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    with pytest.raises(ValueError, match="asks for FLASH_ATTN. It does not run on CPU"):
+    with pytest.raises(ValueError, match=r"asks for FLASH_ATTN\. It does not run on CPU"):
         chosen(AttentionBackendEnum.FLASH_ATTN, use_mm_prefix=False)
 
 
