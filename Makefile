@@ -59,14 +59,11 @@ test-all-engines: ## test-engine for 0.30.0 to 0.33.0, with a table that goes to
 	$(PYTHON) tools/test_engines.py $(VERSIONS)
 
 # Beside 0.28 the plugin stands aside; only the runner's helpers serve it, where alignment is live.
-# The whole suite runs on one engine; of the engine tests, Gemma 3's are those of the others.
-UNIT_TESTS := tests/v1 tests/plugins tests/test_packaging.py
 TESTS_OF_0.28.0 := tests/v1/worker
 # What vLLM itself chooses on GPUs is pinned for 0.32.
-TESTS_OF_0.30.0 := $(UNIT_TESTS) tests/e2e/test_gemma3.py \
-    --ignore=tests/plugins/test_gpu_selection.py
+TESTS_OF_0.30.0 := tests --ignore=tests/plugins/test_gpu_selection.py
 TESTS_OF_0.31.0 := $(TESTS_OF_0.30.0)
-TESTS_OF_0.33.0 := $(UNIT_TESTS)
+TESTS_OF_0.33.0 := tests/v1 tests/plugins tests/test_packaging.py
 VARIABLES_OF_0.33.0 := VLLM_TARGET_DEVICE=cpu
 
 lint: install ## ruff and mypy
