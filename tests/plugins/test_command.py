@@ -5,6 +5,7 @@ which are written here, and its exit statuses. Heads: Gemma 3 4B has 8 of 256 el
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3Config, LlamaConfig
+from transformers import (
+    BertConfig,
+    Gemma3Config,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+)
 from vllm.plugins.composite_attention import doctor, matrix
 from vllm.plugins.composite_attention.__main__ import main
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.tiny_models import gemma4
+from tests.v1.attention import mock_children
+from tests.v1.attention.mock_children import CacheFormat, compose, make_child
 
 GEMMA3_4B = {"num_hidden_layers": 34, "head_dim": 256, "num_attention_heads": 8}
 GEMMA3_27B = {"num_hidden_layers": 62, "head_dim": 128, "num_attention_heads": 32}
@@ -58,6 +69,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=32,
     )
     llama.save_pretrained(folder / "llama-3-8b")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configurations of models in which not every layer is causal attention."""
+    folder = tmp_path_factory.mktemp("other_models")
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 64,
+    }
+    for name, kind, architecture, changes in (
+        ("mamba", MambaConfig, "MambaForCausalLM", {}),
+        (
+            "jamba",
+            JambaConfig,
+            "JambaForCausalLM",
+            {"attn_layer_period": 2, "attn_layer_offset": 1},
+        ),
+        ("qwen3-next", Qwen3NextConfig, "Qwen3NextForCausalLM", {"head_dim": 64}),
+        ("bert", BertConfig, "BertModel", {"num_hidden_layers": 2}),
+    ):
+        config = kind(architectures=[architecture], **{**sizes, **changes})
+        config.save_pretrained(folder / name)
     return folder
 
 
@@ -123,6 +160,114 @@ def test_explain_says_that_the_engine_would_not_start(
     assert "FLASH_ATTN" in err
 
 
+def test_explain_says_in_json_that_the_engine_would_not_start(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH")
+    assert main(["explain", str(models / "llama-3-8b"), "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert refused.startswith("VLLM_ATTENTION_BACKEND=FLASH: There is no attention backend")
+
+
+def test_explain_proves_a_composite_that_is_asked_for(
+    models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does, when it builds the first layers' metadata builder."""
+    pair = compose(
+        make_child("GENERAL", stores=CacheFormat("packed"), masks_images=True),
+        make_child("CAUSAL", stores=CacheFormat("planes")),
+        backend_name="CUSTOM",
+    )
+    monkeypatch.setattr(mock_children, "MockComposite", pair, raising=False)
+    register_backend(AttentionBackendEnum.CUSTOM, f"{mock_children.__name__}.MockComposite")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CUSTOM")
+    try:
+        assert main(["explain", "--head-size", "64", "--json"]) == 1
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert answer["chosen"] is None
+    assert "store keys and values differently" in answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("mamba", []), ("jamba", [(2, 64)]), ("qwen3-next", [(1, 64)]), ("bert", [(2, 64)])],
+)
+def test_explain_counts_layers_with_attention_only(
+    other_models: Path, capsys: pytest.CaptureFixture[str], name: str, layers: list[tuple[int, int]]
+) -> None:
+    answers = explained(capsys, str(other_models / name))
+    kinds = [(answer["layer"]["layers"], answer["layer"]["head_size"]) for answer in answers]
+    assert kinds == layers
+
+
+def test_explain_says_so_where_no_layer_has_attention(
+    other_models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(other_models / "mamba")]) == 0
+    assert "It has no layers of attention" in capsys.readouterr().out
+
+
+def test_explain_leaves_an_encoder_to_vllm(
+    other_models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "CPU_PREFIX_ATTN")
+    (answer,) = explained(capsys, str(other_models / "bert"))
+    assert answer["chosen"] == "CPU_ATTN"
+    assert answer["reason"] == "CPU_PREFIX_ATTN was asked for, not taken by vLLM here"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention"]}, "(34) must be equal to the number of `layer_types`"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"head_dim": 7}, "RoPE requires an even rotary dimension"),
+    ],
+)
+def test_explain_refuses_a_configuration_that_is_wrong(
+    models: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    said: str,
+) -> None:
+    config = json.loads((models / "gemma-3-4b" / "config.json").read_text())
+    config["text_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["explain", str(tmp_path)]) == 1
+    sentence = capsys.readouterr().err.splitlines()[-1]  # vLLM logs an error before it
+    assert sentence.startswith("The engine would not start: ")
+    assert said in sentence
+
+
+def test_show_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "12/12:3-6", "--window", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["child"] == "general"
+    assert answer["settings"]["window"] == 8
+    (request,) = answer["requests"]
+    spans = [(part["kind"], part["queries"]) for part in request["segments"]]
+    assert spans == [("causal", [0, 2]), ("image", [3, 6]), ("causal", [7, 11])]
+
+
+@pytest.mark.parametrize(("target", "status"), [("/dev/full", 2), (None, 0)], ids=["full", "pipe"])
+def test_an_answer_that_nobody_takes_ends_without_a_traceback(
+    target: str | None, status: int
+) -> None:
+    command = [sys.executable, "-m", "vllm.plugins.composite_attention", "doctor"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(target or writing, "w") as out:
+        if target:
+            os.close(writing)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert ("cannot be written" in done.stderr) == bool(target)
+
+
 def test_explain_takes_a_layer_of_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--head-size", "48", "--window"]) == 0
     out = capsys.readouterr().out
@@ -134,9 +279,15 @@ def test_explain_takes_a_layer_of_no_model(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "sentence"),
     [
         (["explain"], "Give a MODEL, or describe a layer with --head-size N."),
-        (["explain", "--head-size", "64", "--dtype", "float7"], "float7 is no dtype of torch"),
+        (
+            ["explain", "--head-size", "64", "--dtype", "float7"],
+            "float7 is no floating-point",
+        ),
         (["explain", "--head-size", "64", "--swim"], "--swim goes to vLLM, with a MODEL only."),
+        (["explain", "--head-size", "64", "--dtype", "int8"], "int8 is no floating-point dtype"),
         (["show", "12"], "is no request"),
+        (["show", "8/8", "--window", "9" * 30], "tokens is wider than any mask."),
+        (["show", f"8/20:16-{'9' * 30}"], "ends beyond any sequence."),
         (["explain", "x", "--window"], "describe a layer of no MODEL"),
     ],
 )
@@ -147,7 +298,16 @@ def test_misuse_ends_with_2_and_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["swim"], ["doctor", "--swim"], ["matrix", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["swim"],
+        ["doctor", "--swim"],
+        ["matrix", "x"],
+        ["matrix", "--prove", "--head-size", "0"],
+    ],
+)
 def test_an_unknown_argument_ends_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
@@ -187,7 +347,7 @@ def test_the_matrix_says_what_joins_and_why_not(
 
 def test_the_matrix_says_who_can_be_no_child(all_pairs: matrix.Matrix) -> None:
     assert "its forward writes the KV cache itself" in all_pairs.alone["TRITON_MLA"]
-    assert all_pairs.alone["FLASHINFER"].startswith("it cannot be loaded here")
+    assert all_pairs.alone["FLASHINFER"].startswith("it cannot be loaded: No module named")
 
 
 def test_the_matrix_marks_who_has_the_image_mask(all_pairs: matrix.Matrix) -> None:
@@ -246,6 +406,9 @@ def test_doctor_finds_no_problem_here(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ("VLLM_PLUGINS", "", "plugin"),
         ("VLLM_ATTENTION_BACKEND", "FLASH", "environment"),
+        ("VLLM_ATTENTION_BACKEND", "FLASH_ATTN", "environment"),
+        ("VLLM_ATTENTION_BACKEND", "CPU_ATTN+FLASH_ATTN", "environment"),
+        ("VLLM_ATTENTION_BACKEND", "CUSTOM", "environment"),
     ],
 )
 def test_doctor_names_a_problem_and_ends_with_1(

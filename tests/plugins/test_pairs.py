@@ -4,10 +4,13 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.plugins.composite_attention import pairs, selection
+from vllm.plugins.composite_attention.engine import register_name
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.composite import (
     MMPrefixAttentionRouting,
@@ -69,7 +72,8 @@ def test_a_pairs_classes_are_pickled_by_name(value: str) -> None:
     backend = pairs.backend_for(value)
     assert backend is not None
     composite = backend.get_class()
-    assert pickle.loads(pickle.dumps(composite)) is composite
+    for cls in (composite, composite.get_impl_cls(), composite.get_builder_cls()):
+        assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 @pytest.mark.parametrize("value", [MASKED, "CPU_PREFIX_ATTN"])
@@ -95,7 +99,8 @@ def test_a_process_that_has_not_loaded_plugins_unpickles_the_member(
         ("prefill=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
         ("prefill=CPU_ATTN,extend=CPU_ATTN", "it must read prefill=NAME,decode=NAME"),
         ("CPU_ATTN+CPU_MLA", "CPU_MLA cannot be a child of"),
-        ("CPU_ATTN+FLASHINFER", "cannot be joined: No module named"),
+        ("CPU_ATTN+FLASHINFER", "FLASHINFER cannot be loaded: No module named"),
+        ("CPU_ATTN+CUSTOM", "CUSTOM cannot be loaded: Backend CUSTOM must be registered"),
         ("CPU_PREFIX_ATTN__CPU_ATTN+CPU_ATTN", "no attention backend 'CPU_PREFIX_ATTN__CPU_ATTN'"),
     ],
 )
@@ -116,6 +121,50 @@ def test_a_pair_may_be_named_as_its_member_is(name: str) -> None:
 
 def test_an_unknown_attribute_of_the_module_is_one() -> None:
     assert not hasattr(pairs, "nothing")
+    assert not hasattr(pairs, "NO__SUCH")
+
+
+@pytest.fixture
+def underscored() -> Iterator[AttentionBackendEnum]:
+    """A registered backend whose name looks like that of a pair."""
+    name = "MY__ATTN"
+    path = "vllm.v1.attention.backends.cpu_prefix_attn.CPUPrefixAttentionBackend"
+    yield register_name(name, path)
+    for held in (AttentionBackendEnum._member_map_, AttentionBackendEnum._value2member_map_):
+        held.pop(name if name in held else path)
+    AttentionBackendEnum._member_names_.remove(name)
+    if name in vars(AttentionBackendEnum):
+        type.__delattr__(AttentionBackendEnum, name)
+
+
+def test_a_backend_with_a_double_underscore_in_its_name_is_no_pair(
+    underscored: AttentionBackendEnum,
+) -> None:
+    assert pairs.backend_for("my__attn") is underscored
+    assert pairs.class_of("MY__ATTN") is CPUPrefixAttentionBackend
+    assert pairs.spelled("MY__ATTN") == "MY__ATTN"
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "policy"),
+    [
+        ("MY__ATTN+CPU_ATTN", "MY__ATTN__CPU_ATTN", MMPrefixAttentionRouting),
+        (
+            "prefill=MY__ATTN,decode=CPU_ATTN",
+            "PREFILL__MY__ATTN__DECODE__CPU_ATTN",
+            PrefillDecodeAttentionRouting,
+        ),
+    ],
+)
+def test_it_is_a_child_as_any_other(
+    underscored: AttentionBackendEnum, value: str, name: str, policy: type
+) -> None:
+    backend = pairs.backend_for(value)
+    assert backend is not None
+    assert (backend.name, pairs.spelled(backend.name)) == (name, value)
+    composite: Any = backend.get_class()
+    assert composite.child_classes() == (CPUPrefixAttentionBackend, CPUAttentionBackend)
+    assert composite.routing_policy is policy
 
 
 def test_the_refusal_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,30 @@ def test_another_kind_of_cpu_backend_by_environment_is_refused(
         chosen(AttentionBackendEnum.CPU_ATTN, use_mla=True, use_mm_prefix=False)
 
 
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("somebody.no_such_module.Backend", "No module named 'somebody'"),
+        (f"{__name__}.NoSuchBackend", f"module '{__name__}' has no attribute 'NoSuchBackend'"),
+    ],
+)
+def test_a_class_that_is_not_where_it_was_registered_is_refused_by_name(
+    path: str, why: str, custom: AttentionBackendEnum
+) -> None:
+    register_backend(custom, path)
+    with pytest.raises(ValueError, match=f"^CUSTOM cannot be loaded: {why}"):
+        chosen(custom)
+
+
+def test_a_composite_by_name_says_which_layers_it_does_not_serve(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    composite = AttentionBackendEnum["CPU_PREFIX_ATTN"]
+    with caplog.at_level(logging.INFO, "vllm"):
+        assert chosen(composite, attn_type=AttentionType.ENCODER_ONLY) == STOCK
+    assert "CPU_PREFIX_ATTN serves decoder layers only" in caplog.text
+
+
 class SomebodysBackend(CPUAttentionBackend):
     @staticmethod
     def get_name() -> str:

@@ -2,8 +2,9 @@
 metadata object carries from there on."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
@@ -251,6 +252,34 @@ def test_metadata_of_one_class_from_both_children_keeps_apart(metadata_cls: type
     general = build(builder)
     variants = [m._attention_backend_variant for m in (general, causal)]
     assert variants == [GENERAL, CAUSAL]
+
+
+@pytest.mark.parametrize("built", [None, {}, (1,)], ids=["None", "dict", "tuple"])
+def test_metadata_that_can_carry_nothing_is_refused_with_the_childs_name(built: Any) -> None:
+    _, builder = routed(CAUSAL, builder={"build": lambda self, *_, **__: built})
+    with pytest.raises(TypeError, match=f"that CAUSAL builds is a {type(built).__name__}, which"):
+        build(builder)
+
+
+@pytest.mark.parametrize("selected", [2, None, -1, "general"])
+def test_a_policy_that_selects_no_child_is_named(selected: Any) -> None:
+    _, builder = routed(CAUSAL)
+    builder.routing.variant = selected
+    with pytest.raises(ValueError, match=rf"^MockRouting, .* selects {selected!r}, and there are"):
+        build(builder)
+
+
+@pytest.mark.parametrize("selected", [True, 1.0, np.int64(1), np.True_], ids=repr)
+def test_a_policy_may_select_with_what_equals_a_variant(selected: Any) -> None:
+    _, builder = routed(CAUSAL)
+    builder.routing.variant = selected
+    assert build(builder)._attention_backend_variant == CAUSAL
+
+
+def test_a_level_that_is_none_is_refused_with_its_sources_name() -> None:
+    composite = compose(*pair(), routing_policy=make_routing(cudagraph_support=cast(Any, 2)))
+    with pytest.raises(ValueError, match=r"^get_cudagraph_support of MockRouting gives 2, which"):
+        composite.get_builder_cls().get_cudagraph_support(make_config(), SPEC)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,11 @@ def without(*names: str) -> type[Any]:
     return type("HalfAPolicy", (CompositeAttentionRouting,), members)
 
 
+def policy(**members: Any) -> type[Any]:
+    """A whole policy, but for these members."""
+    return type("HalfAPolicy", (make_routing(),), members)
+
+
 MISUSES = [
     ({"general_backend": "TRITON_ATTN"}, "'TRITON_ATTN' cannot be a child of Misused: it is no"),
     ({"causal_backend": None}, "None cannot be a child of Misused: it is no backend class"),
@@ -204,6 +209,21 @@ MISUSES = [
     ({"head_sizes": 64}, "head_sizes of Misused must be a sequence of ints, not 64"),
     ({"kernel_block_sizes": "16"}, "kernel_block_sizes of Misused must be .* not '16'"),
     ({"head_sizes": ("64",)}, r"must be a sequence of ints, not \('64',\)"),
+    ({"device_major": "9"}, "device_major of Misused must be an int or None, not '9'"),
+    ({"name": None}, "name of a composite must be a string, not None"),
+    ({"backend_name": ["MISUSED"]}, r"backend_name of a composite must be .* not \['MISUSED'\]"),
+    ({"module": pickle}, "module of a composite must be a string, not <module"),
+    ({"routing_policy": policy(capture_variant=1.0)}, "its capture_variant is 1.0, and there"),
+    ({"routing_policy": policy(select=None)}, "HalfAPolicy cannot be .*: its select is no method"),
+    ({"routing_policy": policy(__init__=object.__init__)}, "its __init__ cannot be called"),
+    (
+        {"routing_policy": policy(get_cudagraph_support=lambda self, config, spec: None)},
+        r"its get_cudagraph_support cannot be called on the class with \(vllm_config, kv_cache_s",
+    ),
+    (
+        {"routing_policy": policy(variant_uses_mm_prefix=lambda self, variant: True)},
+        r"its variant_uses_mm_prefix cannot be called on the class with \(variant\)",
+    ),
 ]
 
 
@@ -217,3 +237,26 @@ def test_an_argument_that_is_not_what_it_should_be_is_refused_in_a_sentence(
     arguments: dict[str, Any] = right | named | argument
     with pytest.raises(ValueError, match=sentence):
         create_composite_attention_backend(**arguments)
+
+
+@pytest.mark.parametrize("none", [None, (), [], iter(())], ids=["None", "()", "[]", "iterator"])
+def test_no_sizes_admit_all_and_make_the_same_class(none: Any) -> None:
+    general, causal = pair()
+    composite = compose(general, causal, head_sizes=none, kernel_block_sizes=None)
+    assert composite is compose(general, causal)
+    assert composite.supports_head_size(64)
+
+
+def test_sizes_may_come_from_a_generator() -> None:
+    general, causal = pair()
+    composite = compose(general, causal, head_sizes=(size for size in (64, 128)))
+    assert composite.head_sizes == (64, 128)
+
+
+@pytest.mark.parametrize("class_of", [
+    lambda backend: backend.get_impl_cls(),
+    lambda backend: backend.get_builder_cls(),
+], ids=["impl", "builder"])  # fmt: skip
+def test_the_classes_of_a_composite_are_pickled_by_name(class_of: Any) -> None:
+    cls = class_of(CPUPrefixAttentionBackend)
+    assert pickle.loads(pickle.dumps(cls)) is cls

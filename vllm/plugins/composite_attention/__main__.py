@@ -43,13 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().parse_args(given)
     parsed.rest = rest
     try:
-        return module.run(parsed)
+        status: int = module.run(parsed)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"{parsed.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head`
+    except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 0
+        if isinstance(error, BrokenPipeError):  # `| head`
+            return 0
+        print(f"{parsed.command}: the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return status
 
 
 def without_log() -> None:

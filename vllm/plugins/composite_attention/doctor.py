@@ -89,18 +89,24 @@ def _entry_point() -> Finding:
 def _active() -> Iterator[Finding]:
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
+    from vllm.plugins.composite_attention import choosing, pairs
     from vllm.plugins.composite_attention.selection import VARIABLES, asked_by_environment
 
     load_general_plugins()
-    name = type(current_platform).__name__
-    device = "no device" if name == "UnspecifiedPlatform" else current_platform.device_type
-    yield Finding("platform", f"{name} ({device})", name == "UnspecifiedPlatform")
+    platform = type(current_platform).__name__
+    device = "no device" if platform == "UnspecifiedPlatform" else current_platform.device_type
+    yield Finding("platform", f"{platform} ({device})", platform == "UnspecifiedPlatform")
     wrapped = hasattr(type(current_platform).get_attn_backend_cls, "_of_composite_attention")
     yield Finding("selection", "active" if wrapped else "not active", not wrapped)
     for variable in VARIABLES:
         if variable in os.environ:
             yield Finding(variable, os.environ[variable])
     try:
-        asked_by_environment()
+        asked = asked_by_environment()
+        if asked is None:
+            return
+        if not choosing.runs_here(pairs.class_of(asked.name), current_platform):
+            name = pairs.spelled(asked.name)
+            yield Finding("environment", f"{name} does not run on {device}: no engine starts", True)
     except ValueError as error:
         yield Finding("environment", str(error), True)

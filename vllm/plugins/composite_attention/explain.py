@@ -85,12 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         title, found = answers(arguments)
     except _RefusedError as error:
+        if arguments.json:
+            print(json.dumps({"refused": str(error)}, indent=2))
         print(f"The engine would not start: {error}", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps([a._asdict() | {"layer": a.layer._asdict()} for a in found], indent=2))
     else:
-        print("\n".join([title, *(line for answer in found for line in as_text(answer))]))
+        none = [] if found else ["", "It has no layers of attention among its decoder's."]
+        print("\n".join([title, *none, *(line for answer in found for line in as_text(answer))]))
     return int(any(answer.chosen is None for answer in found))
 
 
@@ -132,10 +135,11 @@ def _of_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool, bo
         asked = engine.attention_backend or engine.attention_config.backend
         asked = asked or asked_by_environment()
         settings = engine.create_engine_config()
-    except (ValueError, OSError) as error:
+        layers = layers_of(settings)
+    except Exception as error:  # a configuration can be wrong in any way
         raise _RefusedError(_sentence(error)) from error
     masked = settings.model_config.is_mm_prefix_lm
-    return settings, layers_of(settings), masked, asked is not None
+    return settings, layers, masked, asked is not None
 
 
 def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool, bool]:
@@ -147,8 +151,8 @@ def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool,
     if arguments.rest:
         raise ValueError(f"{' '.join(arguments.rest)} goes to vLLM, with a MODEL only.")
     dtype = getattr(torch, arguments.dtype or "bfloat16", None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{arguments.dtype} is no dtype of torch, such as bfloat16.")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{arguments.dtype} is no floating-point dtype, such as bfloat16.")
     layer = AttentionSelectorConfig(
         arguments.head_size, dtype, arguments.kv_cache_dtype or "auto", None
     )
@@ -157,7 +161,7 @@ def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool,
             layer, arguments.num_heads, arguments.num_heads, masked=not arguments.causal
         )
         settings.attention_config.backend = asked_by_environment()
-    except ValueError as error:
+    except Exception as error:  # no layer of no model can be any size
         raise _RefusedError(_sentence(error)) from error
     kind = Layer(1, arguments.head_size, arguments.window, arguments.num_heads)
     asked = settings.attention_config.backend is not None
@@ -165,13 +169,25 @@ def _of_no_model(arguments: argparse.Namespace) -> tuple[Any, list[Layer], bool,
 
 
 def layers_of(settings: Any) -> list[Layer]:
-    """The kinds of a model's decoder layers, by its configuration."""
+    """The kinds of a model's layers with attention, by its configuration; of a model with an
+    encoder besides, the decoder's.
+
+    Raises:
+        ValueError: the configuration names the types of fewer layers than there are.
+    """
     model, parallel = settings.model_config, settings.parallel_config
     text = model.hf_text_config
+    number = 0 if model.is_attention_free else model.model_arch_config.total_num_hidden_layers
     types = getattr(text, "layer_types", None)
+    blocks = (getattr(text, "layers_block_type", None) or types) if model.is_hybrid else None
+    for names in (types, blocks):
+        if names is not None and len(names) < number:
+            raise ValueError(f"The model has {number} layers and types of {len(names)}.")
     window = getattr(text, "sliding_window", None)
     kinds: dict[Layer, int] = {}
-    for i in range(model.model_arch_config.total_num_hidden_layers):
+    for i in range(number):
+        if blocks is not None and not _attends(blocks[i]):
+            continue
         sizes = model.model_arch_config[i]
         windowed = bool(window) and (types is None or "sliding" in types[i])
         heads = model.get_num_attention_heads(parallel, sizes)
@@ -180,21 +196,31 @@ def layers_of(settings: Any) -> list[Layer]:
     return [kind._replace(layers=count) for kind, count in kinds.items()]
 
 
+def _attends(block: str) -> bool:
+    """Whether a layer of this type, in a model that mixes them, has attention over a KV cache."""
+    return block == "hybrid" or ("attention" in block and "linear" not in block)
+
+
 def _answer(layer: Layer, settings: Any, masked: bool, asked: bool) -> Answer:
     from vllm.platforms import current_platform
-    from vllm.plugins.composite_attention import choosing
-    from vllm.plugins.composite_attention.selection import spelled
+    from vllm.plugins.composite_attention import choosing, one_layer
+    from vllm.plugins.composite_attention.pairs import spelled
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     question = _question(layer, settings, masked)
     named = settings.attention_config.backend
     candidates: list[Any] = []
+    chosen: str | None
     try:
         candidates += choosing.candidates(current_platform, question, layer.num_heads)
         path = current_platform.get_attn_backend_cls(named, question, layer.num_heads)
-        chosen = spelled(resolve_obj_by_qualname(path).get_name())
+        backend = resolve_obj_by_qualname(path)
+        chosen = spelled(backend.get_name())
         reason = _reason(named and spelled(named.name), chosen, asked)
-    except (ValueError, ImportError, NotImplementedError) as error:
+        if named is not None and choosing.is_composite(backend):
+            refusal = one_layer.refusal(named.name, question, layer.num_heads, layer.num_heads)
+            chosen, reason = (chosen, reason) if refusal is None else (None, refusal)
+    except Exception as error:  # whatever a backend raises
         chosen, reason = None, _sentence(error)
     return Answer(layer, chosen, reason, candidates)
 
@@ -218,9 +244,17 @@ def _question(layer: Layer, settings: Any, masked: bool) -> Any:
             use_mla=settings.model_config.use_mla,
             use_mm_prefix=masked,
             has_sliding_window=layer.windowed,
+            attn_type=_attn_type(settings.model_config),
             num_heads=layer.num_heads,
         )
     return asked["attn_selector_config"]
+
+
+def _attn_type(model: Any) -> str:
+    from vllm.v1.attention.backend import AttentionType
+
+    encodes = model.attn_type == AttentionType.ENCODER_ONLY
+    return AttentionType.ENCODER_ONLY if encodes else AttentionType.DECODER
 
 
 @contextlib.contextmanager
@@ -260,4 +294,5 @@ def _sentence(error: Exception) -> str:
     problems = getattr(error, "errors", None)
     if callable(problems):
         return "; ".join(str(problem["msg"]) for problem in problems())
-    return str(error)
+    said = " ".join(str(error).split())
+    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vllm.plugins.composite_attention.explain import positive
+
 CAPTION = (
     "rows: the general child (* has the image mask); columns: the causal child\n"
     "+ can be joined    p proven here to share a KV cache    = the same backend    "
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and compare the bytes",
     )
     parser.add_argument(
-        "--head-size", type=int, default=64, metavar="N", help="of the caches (default: 64)"
+        "--head-size", type=positive, default=64, metavar="N", help="of the caches (default: 64)"
     )
 
 
@@ -68,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def all_pairs() -> Matrix:
     """Every pair of the installed engine's backends for decoder layers, joined by the factory."""
     from vllm.plugins import load_general_plugins
+    from vllm.plugins.composite_attention import pairs
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.composite import refuse_child
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -76,12 +79,12 @@ def all_pairs() -> Matrix:
     children: dict[str, Any] = {}
     alone: dict[str, str] = {}
     for name in AttentionBackendEnum.__members__:
-        if "__" in name:
-            continue  # a pair that was made already
+        if pairs.is_made_here(AttentionBackendEnum[name]):
+            continue
         try:
-            backend: Any = AttentionBackendEnum[name].get_class()
-        except Exception as error:  # whatever an import of GPU code raises
-            alone[name] = f"it cannot be loaded here: {error}"
+            backend: Any = pairs.class_of(name)
+        except ValueError as error:
+            alone[name] = str(error).replace(f"{name} cannot", "it cannot", 1)
             continue
         if not backend.supports_attn_type(AttentionType.DECODER):
             alone[name] = "it serves no decoder layers"
@@ -91,9 +94,9 @@ def all_pairs() -> Matrix:
                 children[name] = backend
             except ValueError as error:
                 alone[name] = _without(str(error), backend.get_name())
-    pairs = [Pair(g, c, _reason(g, c)) for g in children for c in children]
+    joined = [Pair(g, c, _reason(g, c)) for g in children for c in children]
     masking = [name for name, backend in children.items() if backend.supports_mm_prefix()]
-    return Matrix(pairs, masking, alone)
+    return Matrix(joined, masking, alone)
 
 
 def _reason(general: str, causal: str) -> str | None:
@@ -125,15 +128,18 @@ def _without(sentence: str, names: str) -> str:
 
 
 def _proven(pairs: list[Pair], head_size: int) -> Iterator[Pair]:
+    import torch
     from vllm.platforms import current_platform
     from vllm.plugins.composite_attention import choosing, one_layer
     from vllm.plugins.composite_attention.pairs import class_of
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
+    layer = AttentionSelectorConfig(head_size, torch.bfloat16, "auto", None)
     for pair in pairs:
         name = f"{pair.general}+{pair.causal}"
         joined = pair.reason is None and pair.general != pair.causal
         if joined and choosing.runs_here(class_of(name), current_platform):
-            reason = one_layer.refusal(name, head_size)
+            reason = one_layer.refusal(name, layer)
             pair = pair._replace(reason=reason, proven=reason is None)
         yield pair
 

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.plugins.composite_attention.pairs import backend_for, class_of
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.selector import AttentionSelectorConfig
 
 
 def vllm_config(
@@ -52,28 +51,29 @@ def vllm_config(
     return VllmConfig(model_config=model, cache_config=cache, device_config=device)
 
 
-def refusal(name: str, head_size: int) -> str | None:
-    """Why the children of a pair cannot share a KV cache on this device, found as it is when the
-    engine starts, by a layer of its own; None if they can.
+def refusal(name: str, config: Any, num_heads: int = 4, num_kv_heads: int = 2) -> str | None:
+    """Why the children of a composite cannot serve a layer on this device with one KV cache, found
+    as it is when the engine starts, by a layer of its own; None if they can.
 
     Args:
-        name: the pair, as `VLLM_ATTENTION_BACKEND` takes it.
-        head_size: elements of a key of one head.
+        name: the composite, as `VLLM_ATTENTION_BACKEND` takes it.
+        config: vLLM's `AttentionSelectorConfig` of the layer; without a block size, the smallest
+            from 16 tokens on.
+        num_heads: its query heads.
+        num_kv_heads: its KV heads.
     """
     backend: Any = class_of(name)
     backend_for(name)  # registers the name, which layers look up
-    dtype = torch.bfloat16
-    block_size = _block_size(backend)
-    config = AttentionSelectorConfig(head_size, dtype, "auto", block_size)
-    settings = vllm_config(config)
+    config = config._replace(block_size=config.block_size or _block_size(backend))
+    settings = vllm_config(config, num_heads, num_kv_heads)
     device = torch.device(current_platform.device_type)
     try:
-        with set_current_vllm_config(settings), set_default_torch_dtype(dtype):
+        with set_current_vllm_config(settings), set_default_torch_dtype(config.dtype):
             layer = Attention(
-                4,
-                head_size,
-                head_size**-0.5,
-                2,
+                num_heads,
+                config.head_size,
+                config.head_size**-0.5,
+                num_kv_heads,
                 cache_config=settings.cache_config,
                 prefix="layers.0",
                 attn_backend=backend,

@@ -109,6 +109,8 @@ def _with_environment(stock: Callable[..., Any], arguments: Any, *args: Any, **k
         )
     if given is not None or (backend := asked_by_environment()) is None:
         return stock(arguments, *args, **kwargs)
+    from vllm.plugins.composite_attention.pairs import spelled
+
     logger.info_once("%s=%s: using attention backend %s.", VARIABLE, asked, spelled(backend.name))
     # vLLM remembers its answers, and does not know that this variable has a part in them.
     getattr(selector._cached_get_attn_backend, "cache_clear", bool)()
@@ -117,13 +119,6 @@ def _with_environment(stock: Callable[..., Any], arguments: Any, *args: Any, **k
         return stock(arguments, *args, **kwargs)
     finally:
         arguments.attention_backend = None  # the caller may use them again
-
-
-def spelled(name: str) -> str:
-    """A backend's name as `VLLM_ATTENTION_BACKEND` takes it."""
-    if name.startswith("PREFILL__"):
-        return name.replace("PREFILL__", "prefill=").replace("__DECODE__", ",decode=")
-    return name.replace("__", "+")
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -196,7 +191,11 @@ def _choose(
     if selected is not None and (_is_ours(selected) or _is_lost_on_cpu(selected)):
         if config.attn_type == AttentionType.DECODER:
             return _named(selected, config, num_heads)
-        selected = None  # a composite routes decoder layers only
+        logger.info_once(
+            "%s serves decoder layers only: this model's other layers keep vLLM's own backend.",
+            selected.name,
+        )
+        selected = None
     if selected is not None and selected is _valid_in_environment():
         return _named_by_environment(stock, selected, config, num_heads)
     masked = config.use_mm_prefix and config.attn_type == AttentionType.DECODER
@@ -224,14 +223,16 @@ def _is_lost_on_cpu(backend: Any) -> bool:
 
 
 def _named(selected: Any, config: Any, num_heads: int | None) -> str:
-    from vllm.plugins.composite_attention import choosing
+    from vllm.plugins.composite_attention import choosing, pairs
 
-    if reasons := choosing.reasons_against(selected.get_class(), current_platform, config):
+    name = pairs.spelled(selected.name)
+    backend = pairs.class_of(name)
+    if reasons := choosing.reasons_against(backend, current_platform, config):
         raise ValueError(
-            f"{spelled(selected.name)} was asked for and cannot serve this model's layers on this "
-            f"device: {'; '.join(reasons)}. {_what_can(config, num_heads)}"
+            f"{name} was asked for and cannot serve this model's layers on this device: "
+            f"{'; '.join(reasons)}. {_what_can(config, num_heads)}"
         )
-    logger.info_once("Using %s, which was asked for by name.", spelled(selected.name))
+    logger.info_once("Using %s, which was asked for by name.", name)
     return selected.get_path()
 
 

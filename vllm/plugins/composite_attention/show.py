@@ -7,6 +7,7 @@ written here, by its definition, for those two to be seen against.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -110,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-tokens", type=int, default=0, metavar="N", help="of each verification"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON, without the masks")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the masks as a picture too")
 
 
@@ -125,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if settings.window is None and not settings.clamped:
         raise ValueError("--unclamped is about a sliding window: give --window W too.")
+    if settings.window is not None and settings.window > MAX_PAIRS:
+        raise ValueError(f"A sliding window of {settings.window} tokens is wider than any mask.")
     if settings.window is not None and settings.window < 1:
         raise ValueError(f"A sliding window of {settings.window} tokens sees nothing; at least 1.")
     if settings.speculative_tokens < 0:
@@ -134,7 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"A picture holds {MAX_PANELS} requests and {len(requests)} were given.")
 
     headline, segments = describe_batch(requests, settings), split(requests, settings)
-    print("\n".join(as_text(requests, settings, headline, segments)))
+    form = as_json if arguments.json else as_text
+    print("\n".join(form(requests, settings, headline, segments)))
     if arguments.png is not None:
         try:
             draw(requests, settings, headline, segments).savefig(arguments.png, format="png")
@@ -142,7 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--png needs matplotlib: pip install matplotlib.") from error
         except OSError as error:
             raise ValueError(f"{arguments.png} cannot be written: {error.strerror}.") from error
-        print(f"\nThe picture is in {arguments.png}.")
+        if not arguments.json:
+            print(f"\nThe picture is in {arguments.png}.")
     return 0
 
 
@@ -172,6 +178,8 @@ def parse_request(text: str) -> Request:
     for start, stop in sorted(images):
         if start > stop:
             raise ValueError(f"{text}: image {start}-{stop} ends before it starts.")
+        if stop >= MAX_PAIRS:
+            raise ValueError(f"{text}: image {start}-{stop} ends beyond any sequence.")
         if start <= last:
             raise ValueError(f"{text}: image {start}-{stop} overlaps the image before it.")
         last = stop
@@ -298,6 +306,25 @@ def as_text(
             line = f"  {kind:<8}queries {_span(queries):<12}keys {_span(keys):<12}"
             yield (line + (f"window {window}" if window else "")).rstrip()
         yield from _mask_as_text(request, settings)
+
+
+def as_json(
+    requests: Sequence[Request],
+    settings: Settings,
+    headline: str,
+    segments: Sequence[Sequence[Segment]],
+) -> Iterator[str]:
+    """A JSON object: `settings`, `child`, `answer` and, of each request, its `segments`."""
+    answer = {
+        "settings": settings._asdict(),
+        "child": CHILDREN[select(requests, settings)],
+        "answer": headline,
+        "requests": [
+            {"request": str(request), "segments": [segment._asdict() for segment in parts]}
+            for request, parts in zip(requests, segments, strict=True)
+        ],
+    }
+    yield json.dumps(answer, indent=2)
 
 
 def _span(span: tuple[int, int]) -> str:

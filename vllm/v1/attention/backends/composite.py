@@ -580,7 +580,13 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
     ) -> AttentionCGSupport:
         """The weakest of both children's levels and the policy's."""
         sources: tuple[Any, ...] = (*cls.child_classes(), cls.backend_cls.routing_policy)
-        levels = (source.get_cudagraph_support(vllm_config, kv_cache_spec) for source in sources)
+        levels = [source.get_cudagraph_support(vllm_config, kv_cache_spec) for source in sources]
+        for source, level in zip(sources, levels, strict=True):
+            if not isinstance(level, AttentionCGSupport):
+                raise ValueError(
+                    f"get_cudagraph_support of {source.__name__} gives {level!r}, which is no "
+                    "AttentionCGSupport."
+                )
         return min(levels, key=attrgetter("value"))
 
     @classmethod
@@ -609,7 +615,7 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         **extras: Any,
     ) -> Any:
         """The routed child's metadata for this batch."""
-        variant = self.routing.select(common_attn_metadata)
+        variant = self._routed(common_attn_metadata)
         build = self.children[variant].build
         taken = {name: extras[name] for name in extras if _takes(build, name)}
         try:
@@ -629,7 +635,7 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> Any:
         """The routed child's metadata for a drafting step."""
-        variant = self.routing.select(common_attn_metadata)
+        variant = self._routed(common_attn_metadata)
         child = self.children[variant]
         return self._named(child.build_for_drafting(common_attn_metadata, draft_index), variant)
 
@@ -658,17 +664,40 @@ class CompositeAttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             if workspace_buffer is not None and hasattr(child, "set_workspace_buffer"):
                 child.set_workspace_buffer(workspace_buffer)
 
+    def _routed(self, batch: CommonAttentionMetadata) -> int:
+        """The policy's variant for this batch."""
+        variant = self.routing.select(batch)
+        if variant not in (GENERAL, CAUSAL):
+            raise ValueError(
+                f"{type(self.routing).__name__}, the routing_policy of "
+                f"{self.backend_cls.get_name()}, selects {variant!r}, and there are 0 (general) "
+                "and 1 (causal)."
+            )
+        return int(variant)
+
     def _named(self, metadata: Any, variant: int) -> Any:
         """`metadata`, carrying the variant that it is for, also where its class is frozen or has
-        slots."""
+        slots.
+
+        Raises:
+            TypeError: the child built none, or one that can carry nothing.
+        """
         made = getattr(metadata, "_attention_backend_variant", None)
         choice = Choice(variant, {**getattr(made, "made", {}), self.backend_cls: variant})
         try:
             object.__setattr__(metadata, "_attention_backend_variant", choice)
-        except AttributeError:  # slots: its class must say it
-            metadata_cls: Any = type(metadata)
-            named = _class_of_choice(metadata_cls, tuple(choice.made.items()))
-            object.__setattr__(metadata, "__class__", named)
+        except (AttributeError, TypeError):  # slots: its class must say it
+            try:
+                metadata_cls: Any = type(metadata)
+                named = _class_of_choice(metadata_cls, tuple(choice.made.items()))
+                object.__setattr__(metadata, "__class__", named)
+            except TypeError as error:
+                child = self.backend_cls.child_classes()[variant].get_name()
+                raise TypeError(
+                    f"The metadata that {child} builds is a {type(metadata).__name__}, which "
+                    f"cannot carry the choice of {self.backend_cls.get_name()}: let it be a plain "
+                    "object or a dataclass."
+                ) from error
         return metadata
 
 
@@ -702,7 +731,7 @@ def _variant_of(metadata: Any, backend_cls: type) -> int:
 
 @functools.cache
 def _class_of_choice(metadata_cls: type, made: tuple[tuple[type, int], ...]) -> type:
-    plain = getattr(metadata_cls, "_without_variant", metadata_cls)
+    plain: Any = getattr(metadata_cls, "_without_variant", metadata_cls)
     names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     choice = Choice(made[-1][1], dict(made))
     extra = {"__slots__": (), "_without_variant": plain, "_attention_backend_variant": choice}
@@ -722,8 +751,8 @@ def create_composite_attention_backend(
     backend_name: str,
     module: str,
     routing_policy: type[CompositeAttentionRouting],
-    head_sizes: Sequence[int] = (),
-    kernel_block_sizes: Sequence[int] = (),
+    head_sizes: Iterable[int] | None = (),
+    kernel_block_sizes: Iterable[int] | None = (),
     device_major: int | None = None,
 ) -> type[AttentionBackend]:
     """Join two backends into one that `routing_policy` switches between, batch by batch.
@@ -737,21 +766,23 @@ def create_composite_attention_backend(
         backend_name: what `get_name()` returns, a member of `AttentionBackendEnum`.
         module: the class's `__module__`.
         routing_policy: a `CompositeAttentionRouting`.
-        head_sizes: head sizes to serve, of those that both children do; empty for all.
-        kernel_block_sizes: kernel block sizes, in tokens, to choose from; empty for all.
+        head_sizes: head sizes to serve, of those that both children do; None or empty for all.
+        kernel_block_sizes: kernel block sizes, in tokens, to choose from; None or empty for all.
         device_major: the only major compute capability to serve; None for all.
 
     Raises:
         ValueError: a child writes the KV cache in its `forward`, or is an MLA, sparse or
             state-space backend; or an argument is not what it should be.
     """
+    for option, text in (("name", name), ("backend_name", backend_name), ("module", module)):
+        if not (isinstance(text, str) and text):
+            raise ValueError(f"{option} of a composite must be a string, not {text!r}.")
     for child in (general_backend, causal_backend):
         if not (isinstance(child, type) and issubclass(child, AttentionBackend)):
             raise ValueError(f"{child!r} cannot be a child of {name}: it is no backend class.")
     _refuse_policy(routing_policy, name)
-    for option, sizes in (("head_sizes", head_sizes), ("kernel_block_sizes", kernel_block_sizes)):
-        if isinstance(sizes, str | int) or not all(isinstance(size, int) for size in sizes):
-            raise ValueError(f"{option} of {name} must be a sequence of ints, not {sizes!r}.")
+    if not (device_major is None or isinstance(device_major, int)):
+        raise ValueError(f"device_major of {name} must be an int or None, not {device_major!r}.")
     return _create(
         general_backend,
         causal_backend,
@@ -759,10 +790,19 @@ def create_composite_attention_backend(
         backend_name,
         module,
         routing_policy,
-        tuple(head_sizes),
-        tuple(kernel_block_sizes),
+        _ints(head_sizes, f"head_sizes of {name}"),
+        _ints(kernel_block_sizes, f"kernel_block_sizes of {name}"),
         device_major,
     )
+
+
+def _ints(given: Any, what: str) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    sizes = tuple(given) if isinstance(given, Iterable) else (given, None)
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(f"{what} must be a sequence of ints, not {given!r}.")
+    return sizes
 
 
 def _refuse_policy(policy: Any, composite: str) -> None:
@@ -778,16 +818,32 @@ def _refuse_policy(policy: Any, composite: str) -> None:
         # What a policy inherits from the protocol itself says nothing.
         if getattr(policy, name, None) is getattr(CompositeAttentionRouting, name, None)
     ]
+    cannot = f"{policy.__name__} cannot be the routing_policy of {composite}"
     if missing:
         raise ValueError(
-            f"{policy.__name__} cannot be the routing_policy of {composite}: it lacks "
-            f"{' and '.join(missing)} (see CompositeAttentionRouting)."
+            f"{cannot}: it lacks {' and '.join(missing)} (see CompositeAttentionRouting)."
         )
-    if policy.capture_variant not in (GENERAL, CAUSAL):  # type: ignore[attr-defined]
+    variant = policy.capture_variant  # type: ignore[attr-defined]
+    if not isinstance(variant, int) or variant not in (GENERAL, CAUSAL):
         raise ValueError(
-            f"{policy.__name__} cannot be the routing_policy of {composite}: its capture_variant "
-            f"is {policy.capture_variant!r}, and there are 0 (general) and 1 (causal)."  # type: ignore[attr-defined]
+            f"{cannot}: its capture_variant is {variant!r}, and there are 0 (general) and "
+            "1 (causal)."
         )
+    called_by_us = {
+        "__init__": (policy, "layer_names, vllm_config"),
+        "get_cudagraph_support": (policy.get_cudagraph_support, "vllm_config, kv_cache_spec"),  # type: ignore[attr-defined]
+        "variant_uses_mm_prefix": (policy.variant_uses_mm_prefix, "variant"),  # type: ignore[attr-defined]
+    }
+    if not callable(policy.select):  # type: ignore[attr-defined]
+        raise ValueError(f"{cannot}: its select is no method.")
+    for hook, (function, arguments) in called_by_us.items():
+        try:
+            inspect.signature(function).bind(*arguments.split(", "))
+        except TypeError as error:
+            raise ValueError(
+                f"{cannot}: its {hook} cannot be called on the class with ({arguments}), as "
+                f"CompositeAttentionRouting says: {error}."
+            ) from error
 
 
 @functools.cache
@@ -807,12 +863,13 @@ def _create(
     for child in (general_backend, causal_backend):
         refuse_child(child, f"{name} of {_names(general_backend, causal_backend)}")
 
-    def bind(cls: type, suffix: str, **attributes: Any) -> Any:
-        names = {"__module__": module, "__qualname__": name + suffix, "__doc__": cls.__doc__}
+    def bind(cls: type, suffix: str, where: str, **attributes: Any) -> Any:
+        names = {"__module__": module, "__qualname__": name + where, "__doc__": cls.__doc__}
         return type(name + suffix, (cls,), names | attributes)
 
     backend = bind(
         CompositeAttentionBackend,
+        "",
         "",
         general_backend_cls=general_backend,
         causal_backend_cls=causal_backend,
@@ -822,9 +879,10 @@ def _create(
         kernel_block_sizes=kernel_block_sizes,
         device_major=device_major,
     )
-    backend.impl_cls = bind(CompositeAttentionImpl, "Impl", backend_cls=backend)
+    # The qualified names are paths that pickle can follow.
+    backend.impl_cls = bind(CompositeAttentionImpl, "Impl", ".impl_cls", backend_cls=backend)
     backend.builder_cls = bind(
-        CompositeAttentionMetadataBuilder, "MetadataBuilder", backend_cls=backend
+        CompositeAttentionMetadataBuilder, "MetadataBuilder", ".builder_cls", backend_cls=backend
     )
     return backend
 

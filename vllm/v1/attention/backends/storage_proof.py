@@ -319,6 +319,8 @@ def _reads_differently(
         block_table_tensor=block_table,
         slot_mapping=slots[-1:],
     )
+    if slots.device.type == "cpu":
+        torch.cpu._init_amx()  # a process asks for these instructions once, or is killed by them
     random = torch.Generator("cpu").manual_seed(1)
     shape = (1, layer.num_heads, layer.head_size)
     query = torch.randn(shape, generator=random, device="cpu").to(key)
