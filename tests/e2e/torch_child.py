@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.plugins.composite_attention.engine import register_name
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -18,7 +19,6 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from tests.dense_reference import dense_attention, image_mask
@@ -200,5 +200,4 @@ class TorchLikeCPUBackend(TorchBackend):
 def register() -> None:
     """Make the names known, in this process."""
     for backend in (TorchBackend, TorchLikeCPUBackend):
-        if backend.get_name() not in AttentionBackendEnum.__members__:
-            register_backend(backend.get_name(), f"{backend.__module__}.{backend.__name__}")  # type: ignore[arg-type]
+        register_name(backend.get_name(), f"{backend.__module__}.{backend.__name__}")
