@@ -45,7 +45,7 @@ demo: install ## answer a prompt with a picture three ways: stock vLLM, this pro
 test: install ## run the tests against the installed wheel
 	$(BIN)/python -m pytest $(TESTS)
 
-fuzz: install ## run the property tests on 10,000 new examples each, for about half an hour
+fuzz: install ## run the property tests on 10,000 new examples each, for a quarter of an hour
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest --timeout=0 $(or $(TESTS),$(PROPERTIES))
 
 PROPERTIES := tests/v1/attention/test_capture_replay.py $(wildcard tests/v1/*/test_*_properties.py)

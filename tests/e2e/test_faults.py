@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sees when something breaks: the plugin, a composite, a child or a process."""
 
+import re
 import sys
 import threading
 from pathlib import Path
@@ -124,18 +125,17 @@ def break_build() -> None:
     break_child("get_builder_cls", "build")
 
 
-@pytest.mark.parametrize(
-    ("prepare", "hook"), [(break_forward, "forward"), (break_build, "build")], ids=str
-)
+@pytest.mark.parametrize(("prepare", "hook"), [(break_forward, "forward"), (break_build, "build")])
 def test_a_childs_error_is_its_own_and_names_the_child(
     model: Path, prepare: Any, hook: str
 ) -> None:
     with pytest.raises(RuntimeError) as error:
         run(model, prepare=prepare)
-    *_, own, note = str(error.value).strip().splitlines()
-    assert own.endswith("ArithmeticError: the kernel is out of order")
-    assert note.endswith(
-        f"Raised by {hook} of CPU_ATTN with segments, the general child of CPU_PREFIX_ATTN."
+    assert re.search(
+        ".*ArithmeticError: the kernel is out of order\n"
+        f".*Raised by {hook} of CPU_ATTN with segments, the general child of CPU_PREFIX_ATTN\\.$",
+        str(error.value),
+        re.MULTILINE,
     )
 
 
