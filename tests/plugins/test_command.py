@@ -223,7 +223,6 @@ def test_explain_leaves_an_encoder_to_vllm(
     [
         ({"layer_types": ["full_attention"]}, "(34) must be equal to the number of `layer_types`"),
         ({"num_attention_heads": 0}, "ZeroDivisionError: "),
-        ({"head_dim": 7}, "RoPE requires an even rotary dimension"),
     ],
 )
 def test_explain_refuses_a_configuration_that_is_wrong(

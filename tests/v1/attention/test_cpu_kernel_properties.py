@@ -193,7 +193,7 @@ def test_sinks_hold_for_images_longer_than_the_window_on_several_threads(
         num_kv_heads=2,
         group=1,
         head_size=32,
-        features={"sinks": torch.tensor([-1.0, -1.0])},
+        features={"sinks": torch.tensor([-1.0, -1.0], dtype=torch.bfloat16)},
         threads=2,
     )
     assert agrees(batch)
